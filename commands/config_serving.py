@@ -97,10 +97,14 @@ class Serve(Evicting):
         connections: Maximum number of connections.
         access_log: Log a line for each request.
         vllm: Start vLLM's server, and a worker that prefills long prompts for it.
+        reader: Who prefills long prompts with vllm=true: worker, a process beside vLLM with a model of its own; or vllm
+            itself, for methods that score entries while they are read, such as snapkv, on a CPU.
+        worker_threads: Threads of the worker with vllm=true on a CPU; vLLM has the other cores. 0 for half of them.
         min_prompt_tokens: Shortest prompt to evict from with vllm=true; vLLM alone answers shorter ones. 0 for twice
             the budget.
         prefixes: Folder of `keepsight prefix`; vLLM's server then answers its ids too. Servers may share it.
-        prefix_bytes: Size of the prefixes of long prompts that vllm=true keeps in TMPDIR, in case these come again.
+        prefix_bytes: Size of the prefixes of long prompts that vllm=true keeps in case these come again: in memory, or
+            below TMPDIR where /dev/shm has less room.
         vllm_options: Further options for vLLM's server, such as {max_model_len: 8192, gpu_memory_utilization: 0.5}.
     """
 
@@ -127,6 +131,8 @@ class Serve(Evicting):
     connections: PositiveInt = 1024
     access_log: bool = False
     vllm: bool = False
+    reader: Annotated[str, one_of("worker", "vllm")] = "worker"
+    worker_threads: NonNegativeInt = 0
     min_prompt_tokens: NonNegativeInt = 0
     prefixes: str | None = None
     prefix_bytes: str = "2GiB"

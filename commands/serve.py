@@ -18,9 +18,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
-from keepsight.commands.variants import letters_for, method_of, prefix_method
+from keepsight.commands.variants import letters_for, method_of, paged_allocation, prefix_method
 from keepsight.errors import UserError, printable
 from keepsight.files import read_bytes, require_writable
 from keepsight.models.decoder import context_of
@@ -28,11 +30,12 @@ from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
 from keepsight.serving.hosts import ANY, names_of
+from keepsight.serving.inside import evicting_config, evicting_method, looks_back, shortest_evicted
 from keepsight.serving.prefix import transfer_config
 from keepsight.serving.vllm.access import GRACE, HOSTS, OPEN_METRICS, ORIGINS, STOPPING
 from keepsight.serving.worker import Worker
 
-_VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
+_VLLM_KEYS = "page", "reader", "worker_threads", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
 _OUR_KEYS = "sessions", "later_turns", "max_budget", "grace", "keep_alive", "read_timeout", "connections", "access_log"
 """Keys of keepsight's own server."""
@@ -53,6 +56,10 @@ _SHUTDOWN = 25
 """Seconds that vLLM lets running answers take once it is told to stop."""
 _ENDING = 5
 """Seconds that vLLM may take to end then."""
+_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable of the cores that it computes on."""
+_RANKS = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+"""Options of vLLM with which it divides the cores among processes of its own."""
 _LONGEST_SOCKET = 100
 """Bytes of the path of a Unix socket: macOS allows 103, Linux 107."""
 
@@ -166,47 +173,49 @@ def _run_vllm(config: Config) -> None:
     _check_vllm(config)
     from keepsight.serving.vllm.folder import server_folder  # where there are Unix sockets
 
-    method = prefix_method(config, resources_of(config, without_weights(config)))  # bad values end here
-    target = target_of(config)
+    outline = without_weights(config)
+    method = prefix_method(config, resources_of(config, outline))  # bad values end here
+    evict = _evict_options(config) if config.reader == "vllm" else None
+    target = outline if evict else target_of(config)
     min_prompt_tokens = _min_prompt_tokens(config, target)
-    with server_folder() as folder:
+    prefix_bytes = read_bytes(config.prefix_bytes)
+    with server_folder() as folder, _prefix_folder(folder, prefix_bytes) as own_prefixes:
         # Clients name prefixes of the first folder alone; those of the second are made and removed by this server.
         named_prefixes = Path(config.prefixes or Path(folder, "named"))
-        own_prefixes = Path(folder, "prefixes")
         named_prefixes.mkdir(parents=True, exist_ok=True)
         own_prefixes.mkdir(parents=True, exist_ok=True)
-
-        worker = Worker(
-            target,
-            method,
-            own_prefixes,
-            page=config.page,
-            waiting=config.waiting,
-            max_bytes=read_bytes(config.prefix_bytes),
-            max_tokens=config.max_prompt_tokens,
-        )
-        worker_socket = Path(folder, "worker.sock")
-        if len(os.fsencode(worker_socket)) > _LONGEST_SOCKET:
-            raise UserError(
-                f"{folder}: too long for the path of a socket; set TMPDIR to a shorter folder",
-                field="TMPDIR",
-                code="file",
-            )
-        threading.Thread(target=asyncio.run, args=(worker.serve(worker_socket),), name="worker", daemon=True).start()
-
-        port = _port_of(config)
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
         tokenizer = Path(folder, "tokenizer")
         stopping = Path(folder, "stopping")
-        arguments = [*_arguments(config, target, source, tokenizer, named_prefixes, own_prefixes), f"--port={port}"]
         context = context_of(target.model)
-        environment = _environment(config, min_prompt_tokens, context, source, tokenizer, named_prefixes, worker_socket)
+        environment = _environment(config, min_prompt_tokens, context, source, tokenizer, named_prefixes)
         environment[STOPPING] = str(stopping)
         environment[ORIGINS] = json.dumps(config.origins)
         if config.hosts:
             environment[HOSTS] = json.dumps(config.hosts)
         shutdown_timeout = _shutdown_timeout(config)
         environment[GRACE] = str(max(shutdown_timeout - 2, 0.5))
+
+        worker = None
+        if evict:
+            transfer = evicting_config(named_prefixes, own_prefixes, evict)
+            environment["KEEPSIGHT_EVICT"] = "1"
+        else:
+            transfer = transfer_config(named_prefixes, own_prefixes)
+            _divide_threads(config, target, environment)
+            worker = Worker(
+                target,
+                method,
+                own_prefixes,
+                page=config.page,
+                waiting=config.waiting,
+                max_bytes=prefix_bytes,
+                max_tokens=config.max_prompt_tokens,
+            )
+            environment["KEEPSIGHT_WORKER"] = str(_started(worker, folder))
+
+        port = _port_of(config)
+        arguments = [*_arguments(config, target, source, tokenizer, transfer), f"--port={port}"]
         key_variable = None
         if os.environ.get(config.key):
             key_variable = config.key
@@ -231,18 +240,82 @@ def _run_vllm(config: Config) -> None:
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
         finally:
-            worker.close()
+            if worker is not None:
+                worker.close()
 
 
 @contextmanager
-def _stopped_before(worker: Worker, stopping: Path) -> Iterator[None]:
+def _prefix_folder(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A folder for so many bytes of prefixes: in memory, or in the server's own folder where memory has less room."""
+    from keepsight.serving.vllm.folder import place_in_memory, server_folder
+
+    memory = place_in_memory(nbytes)
+    if memory is None:
+        yield Path(folder, "prefixes")
+        return
+    with server_folder(memory) as in_memory:
+        yield in_memory
+
+
+def _started(worker: Worker, folder: Path) -> Path:
+    """The socket at which the worker serves, in a thread of its own."""
+    worker_socket = Path(folder, "worker.sock")
+    if len(os.fsencode(worker_socket)) > _LONGEST_SOCKET:
+        raise UserError(
+            f"{folder}: too long for the path of a socket; set TMPDIR to a shorter folder",
+            field="TMPDIR",
+            code="file",
+        )
+    threading.Thread(target=asyncio.run, args=(worker.serve(worker_socket),), name="worker", daemon=True).start()
+    return worker_socket
+
+
+def _evict_options(config: Config) -> dict[str, Any]:
+    """The method as vLLM's connector takes it; UserError for one that cannot run there."""
+    options = {"name": config.method, "budget": config.budget, **config.options}
+    if config.page:
+        options["allocate"] = {**paged_allocation(config), "name": "global"}
+    refusal = f"reader=vllm: {config.method} needs a pass of its own after the prompt; choose method=snapkv, or leave "
+    try:
+        method = evicting_method(options, config.page, ragged=config.page > 0)
+    except UserError as error:
+        if error.code == "model":
+            raise UserError(f"{refusal}reader= out", field="reader", code="conflict") from None
+        raise
+    if looks_back(method):
+        raise UserError(f"{refusal}reader= out", field="reader", code="conflict")
+    return options
+
+
+def _divide_threads(config: Config, target: Target, environment: dict[str, str]) -> None:
+    """Give the worker so many cores, and vLLM's process the others; the operator's own division comes first."""
+    if target.model.device.type != "cpu" or environment.get(_THREADS):
+        return
+    if any(_vllm_options(config).get(name, 1) != 1 for name in _RANKS):
+        return
+    cores = _cores()
+    threads = config.worker_threads or max(len(cores) // 2, 1)
+    torch.set_num_threads(threads)
+    environment[_THREADS] = ",".join(map(str, cores[threads:] or cores[-1:]))
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def _stopped_before(worker: Worker | None, stopping: Path) -> Iterator[None]:
     """Refuse new and waiting requests before vLLM's server is told to stop, while running answers end."""
     try:
         yield
     finally:
         with suppress(OSError):
             stopping.touch()
-        worker.stop()
+        if worker is not None:
+            worker.stop()
 
 
 def _address(host: str, port: int) -> str:
@@ -294,6 +367,17 @@ def _check_vllm(config: Config) -> None:
             field="min_prompt_tokens",
             code="range",
         )
+    if config.reader == "vllm" and config.worker_threads:
+        raise UserError(
+            "worker_threads= is for reader=worker; leave one of them out", field="worker_threads", code="conflict"
+        )
+    cores = len(_cores())
+    if config.worker_threads >= cores > 1:
+        raise UserError(
+            f"worker_threads={config.worker_threads} leaves vLLM none of {cores} cores; give at most {cores - 1}",
+            field="worker_threads",
+            code="range",
+        )
     if config.prefixes is not None and not Path(config.prefixes).is_dir():
         require_writable(Path(config.prefixes), key="prefixes")
     read_bytes(config.prefix_bytes)
@@ -304,14 +388,9 @@ def _min_prompt_tokens(config: Config, target: Target) -> int:
     """Length of the shortest prompt to evict from; its kept entries must encode an id."""
     budget = config.budget
     letters = letters_for(target, budget)
-    if isinstance(budget, int):
-        fewest_tokens = letters
-        default = 2 * budget
-    else:
-        fewest_tokens = math.ceil(letters / budget)
-        default = math.ceil(2 * letters / budget)
+    fewest_tokens = letters if isinstance(budget, int) else math.ceil(letters / budget)
     if config.min_prompt_tokens == 0:
-        return default
+        return shortest_evicted(budget, letters)
     if config.min_prompt_tokens < fewest_tokens:
         raise UserError(
             f"min_prompt_tokens={config.min_prompt_tokens}: what budget={budget} keeps of so few cannot spell an id of "
@@ -322,7 +401,9 @@ def _min_prompt_tokens(config: Config, target: Target) -> int:
     return config.min_prompt_tokens
 
 
-def _arguments(config: Config, target: Target, source: str | Path, tokenizer: Path, *roots: Path) -> list[str]:
+def _arguments(
+    config: Config, target: Target, source: str | Path, tokenizer: Path, transfer: dict[str, Any]
+) -> list[str]:
     """The arguments of vLLM's server, for which the tokenizer is written to a folder."""
     target.tokenizer.save_pretrained(str(tokenizer))  # with the arguments of model.template
     target.model.config.save_pretrained(str(tokenizer))
@@ -336,8 +417,8 @@ def _arguments(config: Config, target: Target, source: str | Path, tokenizer: Pa
         "override_generation_config": json.dumps({"max_new_tokens": config.max_new_tokens}),
         "middleware": "keepsight.serving.vllm.middleware.Prefixes",
         "allowed_origins": config.origins,
-        "kv_transfer_config": json.dumps(transfer_config(*roots)),
-        "enforce_eager": target.model.device.type == "cpu",  # compiling takes minutes there
+        "kv_transfer_config": json.dumps(transfer),
+        "enforce_eager": target.model.device.type in ("cpu", "meta"),  # compiling takes minutes on CPUs
         "trust_remote_code": config.model.trust_remote_code,
         "shutdown_timeout": _SHUTDOWN,
     }
@@ -373,7 +454,6 @@ def _environment(
     source: str | Path,
     tokenizer: Path,
     prefixes: Path,
-    worker_socket: Path,
 ) -> dict[str, str]:
     """The environment of vLLM's server: this process's, with what the middleware reads."""
     return {
@@ -384,11 +464,11 @@ def _environment(
         "KEEPSIGHT_ROOT": str(prefixes),
         "KEEPSIGHT_MODEL": str(source),
         "KEEPSIGHT_TOKENIZER": str(tokenizer),
-        "KEEPSIGHT_WORKER": str(worker_socket),
         "KEEPSIGHT_LEAST": str(min_prompt_tokens),
         "KEEPSIGHT_CONTEXT": str(context),
         "KEEPSIGHT_ANSWER": str(config.max_new_tokens),
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
+        "KEEPSIGHT_PREFIX_BYTES": config.prefix_bytes,
         "KEEPSIGHT_RAGGED": str(int(config.page > 0)),
         OPEN_METRICS: str(int(config.open_metrics)),
         # Not in the arguments, which every user sees.

@@ -253,15 +253,20 @@ def letters_for(target: Target, budget: int | float) -> int:
     return letters
 
 
+def paged_allocation(config: Evicting) -> dict[str, Any]:
+    """The options of the allocation, in pages."""
+    allocate = config.options.get("allocate") or {}
+    if isinstance(allocate, str):
+        allocate = {"name": allocate}
+    return {**allocate, "page": config.page}
+
+
 def prefix_method(config: Evicting, resources: Resources) -> Evict:
     """A method whose heads keep the same numbers of entries, or whole pages; UserError for others."""
     refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
     method = require_evict(method_of(config, resources), refusal)
     if config.page:
-        allocate = config.options.get("allocate") or {}
-        if isinstance(allocate, str):
-            allocate = {"name": allocate}
-        allocate = {**allocate, "page": config.page}
+        allocate = paged_allocation(config)
         if not isinstance(method.allocate, Global):  # which keeps its trained head weights
             allocate["name"] = "global"
         method = require_evict(method_of(config, resources, allocate=allocate), refusal)

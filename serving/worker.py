@@ -11,23 +11,21 @@ import json
 import logging
 import sys
 import threading
-from array import array
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import hex_digest
 from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
+from keepsight.serving.kept import KeptPrompts, Prompt
 from keepsight.serving.prefix import CONTEXT_EXCEEDED, alphabet_of, file_of, require_spellable
 
 logger = logging.getLogger(__name__)
@@ -43,32 +41,6 @@ class Abandoned(Exception):
 
 class TooLong(UserError):
     """A prompt that does not fit the model's context."""
-
-
-@dataclass
-class Prompt:
-    """A prompt that is being read, or whose prefix is kept.
-
-    Attributes:
-        salt: The `cache_salt` of its requests, which share nothing with those of another.
-        leases: Number of connections that wait for it or use its prefix.
-        left: Set once no connection waits for it any more.
-        reading: Its result is the reply.
-        path: The prefix's file, once it is written.
-        size: Bytes of the file.
-    """
-
-    salt: str
-    leases: int = 0
-    left: threading.Event = field(default_factory=threading.Event)
-    reading: "asyncio.Task[dict[str, Any]] | None" = None
-    path: Path | None = None
-    size: int = 0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the reply is there."""
-        return self.reading is not None and self.reading.done()
 
 
 class Worker:
@@ -100,11 +72,10 @@ class Worker:
         self.root = root
         self.page = page
         self.waiting = waiting
-        self.max_bytes = max_bytes
+        self.kept = KeptPrompts(max_bytes)
         self.context = context_of(target.model)
         self.max_tokens = min(self.context, max_tokens or sys.maxsize)
         self.alphabet = alphabet_of(target.tokenizer)
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "keepsight-worker")
         self._turn = asyncio.Lock()
         self._closed = threading.Event()
@@ -112,15 +83,15 @@ class Worker:
     def stop(self) -> None:
         """Refuse all prompts from now on, also those that wait or are being read; prefixes in use stay."""
         self._closed.set()
-        for prompt in [*self._prompts.values()]:  # the event loop may change them meanwhile
+        for prompt in self.kept:
             prompt.left.set()
 
     def close(self) -> None:
         """Stop, wait for the prompt that is being read, which leaves none, and remove all prefixes."""
         self.stop()
         self._thread.shutdown(cancel_futures=True)
-        for prompt in [*self._prompts.values()]:
-            self._remove(prompt)
+        for prompt in self.kept:
+            prompt.remove()
 
     async def serve(self, socket: Path) -> None:
         """Answer at a socket until cancelled."""
@@ -145,32 +116,21 @@ class Worker:
         if refusal is not None:
             await _send(writer, refusal)
             return
-        key = _key_of(ids, salt)
-        prompt = self._prompts.get(key)
-        is_new = prompt is None
-        if prompt is None:
-            refusal = self._queue_refusal()
-            if refusal is not None:
-                await _send(writer, refusal)
-                return
-            prompt = Prompt(salt)
-            self._prompts[key] = prompt
-        if prompt.path is not None and not prompt.path.is_file():
-            self._remove(prompt)  # such as by a cleaner of temporary folders; it is made again
-            prompt.reading = None
-        if prompt.reading is None:
-            prompt.reading = asyncio.ensure_future(self._read(prompt, ids))
-        self._prompts.move_to_end(key)
-        prompt.leases += 1
-        gone = asyncio.ensure_future(reader.read())
-        try:
-            await asyncio.wait({prompt.reading, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if prompt.reading.done():
-                await _send(writer, prompt.reading.result() | {"known": not is_new})
-                await gone
-        finally:
-            gone.cancel()
-            self._leave(key, prompt)
+        is_known = self.kept.knows(ids, salt)
+        refusal = None if is_known else self._queue_refusal()
+        if refusal is not None:
+            await _send(writer, refusal)
+            return
+        with self.kept.lease(ids, salt, partial(self._read, ids=ids, salt=salt)) as prompt:
+            assert prompt.reading is not None
+            gone = asyncio.ensure_future(reader.read())
+            try:
+                await asyncio.wait({prompt.reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if prompt.reading.done():
+                    await _send(writer, prompt.reading.result() | {"known": is_known})
+                    await gone
+            finally:
+                gone.cancel()
 
     def _token_refusal(self, ids: list[Any]) -> dict[str, Any] | None:
         """The reply to a prompt whose tokens are none of the model's; else None."""
@@ -185,49 +145,25 @@ class Worker:
         """The reply to a further prompt while none is taken; else None."""
         if self._closed.is_set():
             return _SHUTTING_DOWN
-        unread = sum(not prompt.is_read for prompt in self._prompts.values())
+        unread = sum(not prompt.is_read for prompt in self.kept)
         if unread > self.waiting:
             return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
         return None
 
-    def _leave(self, key: str, prompt: Prompt) -> None:
-        """End a lease; an unread prompt, or one that was refused, is forgotten with its last."""
-        prompt.leases -= 1
-        if not prompt.leases and (not prompt.is_read or prompt.path is None):
-            prompt.left.set()
-            self._prompts.pop(key, None)
-        self._remove_oldest()
-
-    def _remove_oldest(self) -> None:
-        """Remove prefixes that nobody uses where all together are too large, least recently used ones first."""
-        total = sum(prompt.size for prompt in self._prompts.values())
-        for key, prompt in [*self._prompts.items()]:
-            if total <= self.max_bytes:
-                return
-            if not prompt.leases:
-                total -= prompt.size
-                self._remove(self._prompts.pop(key))
-
-    def _remove(self, prompt: Prompt) -> None:
-        if prompt.path is not None:
-            prompt.path.unlink(missing_ok=True)
-            prompt.path = None
-            prompt.size = 0
-
-    async def _read(self, prompt: Prompt, ids: list[int]) -> dict[str, Any]:
+    async def _read(self, prompt: Prompt, ids: list[int], salt: str) -> dict[str, Any]:
         """The reply, once the prompt's turn has come."""
         async with self._turn:
             if prompt.left.is_set() or self._closed.is_set():
                 return _SHUTTING_DOWN
-            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt, ids)
+            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt, ids, salt)
             if prompt.left.is_set():  # at the last moment: nobody will use the file
-                self._remove(prompt)
+                prompt.remove()
                 return _SHUTTING_DOWN
-        self._remove_oldest()
+        self.kept.remove_oldest()
         return reply
 
     @torch.no_grad()
-    def read(self, prompt: Prompt, ids: list[int]) -> dict[str, Any]:
+    def read(self, prompt: Prompt, ids: list[int], salt: str) -> dict[str, Any]:
         """Write the prefix of a prompt's tokens."""
         model = self.target.model
 
@@ -250,14 +186,11 @@ class Worker:
             return _failed(ids, error)
         try:
             # The salt sets apart what is shared with nobody else.
-            method = f"serve {prompt.salt}: {self.method!r}"
+            method = f"serve {salt}: {self.method!r}"
             digest, header = export(model, state, self.root, page=self.page, method=method)
-            path = file_of(self.root, digest)
-            size = path.stat().st_size
+            prompt.wrote(file_of(self.root, digest))
         except Exception as error:  # such as a full disk
             return _failed(ids, error)
-        prompt.path = path
-        prompt.size = size
         return {"id": digest, "entries": header.entries}
 
     def _require_room(self, length: int) -> None:
@@ -290,10 +223,6 @@ async def _request_of(reader: asyncio.StreamReader) -> tuple[list[int], str] | N
 async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
     writer.write(json.dumps(reply).encode() + b"\n")
     await writer.drain()
-
-
-def _key_of(ids: list[int], salt: str) -> str:
-    return hex_digest([array("q", ids).tobytes(), salt.encode()])
 
 
 def _failed(ids: list[int], error: Exception) -> dict[str, Any]:

@@ -5,24 +5,35 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MEMORY = Path("/dev/shm")
+"""Where Linux keeps files in memory."""
 PREFIX = "keepsight-serve-"
 _UNLOCKED = "keepsight-new-"
 """A folder that is not locked yet has another name: it could be taken for one of a server that has ended."""
 
 
+def place_in_memory(nbytes: int) -> Path | None:
+    """A folder whose files are in memory, with room for so many bytes; None where there is none."""
+    with suppress(OSError):
+        if os.access(MEMORY, os.W_OK | os.X_OK) and shutil.disk_usage(MEMORY).free >= nbytes:
+            return MEMORY
+    return None
+
+
 @contextmanager
-def server_folder() -> Iterator[Path]:
-    """A new folder in the system's temporary folder; at the end it is removed.
+def server_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A new folder in `parent`, by default the system's temporary folder; at the end it is removed.
 
     It is locked as long as this process lives: the lock tells other servers, which remove unlocked ones when they
     start, and systemd's cleaner of temporary folders, which leaves locked ones alone.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    parent = parent or Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{PREFIX}*"):
         _remove_abandoned(folder)
-    unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED))
+    unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent))
     descriptor = os.open(unlocked, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -12,8 +12,11 @@ are closed: they would read placeholders unchecked. With an API key, every endpo
 Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
 are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both.
 
+Where the engine evicts (`keepsight.serving.vllm.record`) and has a folder of the middleware's own, it reads such
+prompts itself: a first request makes the prefix, and the client's own is answered from it.
+
 With `kv_transfer_params` {"keepsight_evict": true}, or a budget, the last message is the document of a prefix that the
-engine is to make (`keepsight.serving.vllm.record`): it is read without the chat template's text after it. The reply's
+engine is to make and the client to name: it is read without the chat template's text after it. The reply's
 `kv_transfer_params` hold the id; its text is one meaningless token.
 """
 
@@ -36,13 +39,16 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from keepsight.errors import UserError, one_line
+from keepsight.files import read_bytes
 from keepsight.models.chat import template_roles
 from keepsight.models.identity import Identity
 from keepsight.models.targets import fingerprints
 from keepsight.serving.guard import Guard
+from keepsight.serving.inside import PlainEviction, plain_eviction
 from keepsight.serving.prefix import (
     EVICT,
     MARK,
+    OWN_NAME,
     TEXT_BEFORE,
     Header,
     PrefixStore,
@@ -54,6 +60,7 @@ from keepsight.serving.prefix import (
 )
 from keepsight.serving.vllm.access import (
     CHAT,
+    COMPLETIONS,
     GRACE,
     PATHS,
     has_key,
@@ -65,7 +72,8 @@ from keepsight.serving.vllm.access import (
     origins_of,
     path_of,
 )
-from keepsight.serving.vllm.reader import Reader, Refused
+from keepsight.serving.vllm.engine_reader import EngineReader
+from keepsight.serving.vllm.reader import Complete, Reader, Refused, WorkerReader
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -94,6 +102,8 @@ _TOKENIZED = (
 """Fields of a chat that vLLM's `/tokenize` reads too."""
 _LOOK = 0.5
 """Seconds between two looks whether the server must stop."""
+_LOOK_CLIENT = 0.05
+"""Seconds between two looks whether anybody waits for a prompt that the engine reads."""
 MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
 
 
@@ -106,12 +116,14 @@ class Served:
         shape: Layers, KV heads and head dimension of the model.
         loras: Names of models that are LoRAs.
         template: The operator's own chat template.
+        eviction: How the engine evicts from plain requests; None where it does not.
     """
 
     page: int | None = None
     shape: tuple[int, int, int] | None = None
     loras: frozenset[str] = frozenset()
     template: str | None = None
+    eviction: PlainEviction | None = None
 
     def is_lora(self, model: Any) -> bool:
         """Whether a request's `model` is a LoRA."""
@@ -132,7 +144,7 @@ def served_by(scope: Message) -> Served:
         page = config.cache_config.block_size
     model = config.model_config
     shape = (model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads(), model.get_head_size())
-    return Served(page, shape, loras, template)
+    return Served(page, shape, loras, template, plain_eviction(config))
 
 
 class Rewriter:
@@ -163,6 +175,10 @@ class Rewriter:
             return request
         if not isinstance(request.get("kv_transfer_params"), dict | None):
             raise UserError("keepsight: kv_transfer_params must be an object", field="kv_transfer_params", code="type")
+        if OWN_NAME in (request.get("kv_transfer_params") or {}):
+            raise UserError(
+                f"keepsight: {OWN_NAME} is the server's own; leave it out", field="kv_transfer_params", code="conflict"
+            )
         if request.get("keepsight"):
             raise UserError(
                 "keepsight: the field keepsight is for keepsight's own server; leave it out",
@@ -502,6 +518,11 @@ def _variable(name: str, meaning: str) -> str:
     return value
 
 
+def _number(name: str) -> int:
+    """The number in a variable; no limit where it is not set."""
+    return int(os.environ.get(name) or sys.maxsize)
+
+
 class Door(Guard):
     """The checks of our own server, with vLLM's key, and for the listed endpoints alone."""
 
@@ -538,12 +559,8 @@ class Prefixes:
                 )
             socket = os.environ.get("KEEPSIGHT_WORKER")
             if socket:
-                reader = Reader(
-                    socket,
-                    least=int(_variable("KEEPSIGHT_LEAST", "TOKENS")),
-                    context=int(os.environ.get("KEEPSIGHT_CONTEXT") or sys.maxsize),
-                    answer_tokens=int(os.environ.get("KEEPSIGHT_ANSWER") or sys.maxsize),
-                )
+                least = int(_variable("KEEPSIGHT_LEAST", "TOKENS"))
+                reader = WorkerReader(socket, least, _number("KEEPSIGHT_CONTEXT"), _number("KEEPSIGHT_ANSWER"))
         self.app = app
         self.rewriter = rewriter
         self.reader = reader
@@ -584,6 +601,8 @@ class Prefixes:
 
         served = served_by(scope)
         changed = self.rewriter.rewritten(path, request, served)
+        if self.reader is None and served.eviction is not None:
+            self.reader = self._engine_reader(served.eviction)
         may_be_long = self._may_read(body, request, served)
         async with AsyncExitStack() as used_prefixes:
             if changed is request and isinstance(request, dict) and (may_be_long or bypasses(request)):
@@ -593,7 +612,8 @@ class Prefixes:
                 if isinstance(ids, _Reply):
                     await ids.send(send)
                     return
-                changed = await _unless_gone(self._shortened(path, request, ids, used_prefixes), receive)
+                shortened = self._shortened(path, request, ids, self._completing(request, scope), used_prefixes)
+                changed = await _unless_gone(shortened, receive)
                 if changed is None:
                     return
             if changed is not request:
@@ -618,8 +638,11 @@ class Prefixes:
                 await answer.end()
 
     def _may_read(self, body: bytes, request: Any, served: Served) -> bool:
-        """Whether a request may have a long prompt that the worker reads: with the base model, and a valid salt."""
-        if self.reader is None or not isinstance(request, dict):
+        """Whether a request may have a long prompt that is read first: with the base model, and a valid salt.
+
+        The client itself names the prefix of a prompt that it wants to be evicted from.
+        """
+        if self.reader is None or not isinstance(request, dict) or _wants_eviction(request):
             return False
         is_base = not served.is_lora(request.get("model"))
         salt = request.get("cache_salt")
@@ -642,8 +665,34 @@ class Prefixes:
             all_ids.append(ids)
         return all_ids
 
+    def _engine_reader(self, eviction: PlainEviction) -> EngineReader:
+        """The reader of an engine that evicts from plain requests."""
+        least = eviction.shortest(letters_of_id(len(self.rewriter.alphabet)))
+        return EngineReader(
+            eviction.folder,
+            read_bytes(os.environ.get("KEEPSIGHT_PREFIX_BYTES") or "2GiB"),
+            int(os.environ.get("KEEPSIGHT_LEAST") or least),
+            min(eviction.context, _number("KEEPSIGHT_CONTEXT")),
+            _number("KEEPSIGHT_ANSWER"),
+        )
+
+    def _completing(self, request: Mapping[str, Any], scope: Message) -> Complete:
+        """Sends completions to the engine, for the model of a request and with its priority."""
+        shared = {name: request[name] for name in ("model", "priority") if request.get(name) is not None}
+
+        async def complete(body: dict[str, Any], must_end: Callable[[], bool]) -> tuple[int, Any]:
+            reply = await _call(self.app, COMPLETIONS, scope, json.dumps(shared | body).encode(), must_end)
+            return reply.status, reply.json()
+
+        return complete
+
     async def _shortened(
-        self, path: str, request: dict[str, Any], prompts: list[list[int]], used_prefixes: AsyncExitStack
+        self,
+        path: str,
+        request: dict[str, Any],
+        prompts: list[list[int]],
+        complete: Complete,
+        used_prefixes: AsyncExitStack,
     ) -> dict[str, Any]:
         """The request with placeholders and the last token for each long prompt; prefixes are kept while it runs."""
         plain = []  # indices of the prompts that spell no prefix
@@ -671,7 +720,7 @@ class Prefixes:
             longest = self.reader.longest_answer(len(ids), answer_tokens)
             if path == CHAT and longest is not None:
                 request = request | {"max_completion_tokens": longest}
-            prefix = self.reader.prefix(ids[:-1], request.get("cache_salt") or "")
+            prefix = self.reader.prefix(ids[:-1], request.get("cache_salt") or "", complete)
             digest, entries = await used_prefixes.enter_async_context(prefix)
             shortened[index] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[-1]]
 
@@ -782,12 +831,27 @@ class _Reply:
         return json.loads(body)
 
 
-async def _call(app: Any, path: str, scope: Message, body: bytes) -> _Reply:
-    """The reply of another endpoint to a body."""
+async def _call(app: Any, path: str, scope: Message, body: bytes, must_end: Callable[[], bool] | None = None) -> _Reply:
+    """The reply of another endpoint to a body, which believes that its client leaves once `must_end` is true."""
     reply = _Reply()
     path = scope.get("root_path", "") + path
-    await app({**_at(scope, len(body)), "path": path, "raw_path": path.encode()}, _again(body), reply.take)
+    receive = None if must_end is None else _until(must_end)
+    # The client's name of its request would be that of two.
+    headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+    inner = {**_at({**scope, "headers": headers}, len(body)), "path": path, "raw_path": path.encode()}
+    await app(inner, _again(body, receive), reply.take)
     return reply
+
+
+def _until(must_end: Callable[[], bool]) -> Receive:
+    """An ASGI channel whose only message is the client's leave."""
+
+    async def channel() -> Message:
+        while not must_end():
+            await asyncio.sleep(_LOOK_CLIENT)
+        return {"type": "http.disconnect"}
+
+    return channel
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:

@@ -1,16 +1,24 @@
-"""In vLLM's server: long prompts become prefixes, which a `Worker` beside it reads and keeps."""
+"""In vLLM's server: long prompts become prefixes, which a `Worker` beside it reads and keeps.
+
+`keepsight.serving.vllm.engine_reader` has the reader without a worker.
+"""
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
+
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.serving.prefix import CONTEXT_EXCEEDED
+
+Complete: TypeAlias = Callable[[dict[str, Any], Callable[[], bool]], Awaitable[tuple[int, Any]]]
+"""Sends a completion to the engine, and breaks it off once a function is true; returns the status and the reply."""
 
 
 class Metrics:
@@ -52,17 +60,15 @@ class Refused(UserError):
 
 
 class Reader:
-    """Lets the worker at a socket read prompts.
+    """Makes prefixes of long prompts.
 
     Args:
-        socket: The path of the socket.
         least: Number of tokens of the shortest prompts that are read.
         context: The model's context, into which a prompt and its answer must fit.
         answer_tokens: Length of an answer whose request names none.
     """
 
-    def __init__(self, socket: str, least: int, context: int = sys.maxsize, answer_tokens: int = sys.maxsize) -> None:
-        self.socket = socket
+    def __init__(self, least: int, context: int = sys.maxsize, answer_tokens: int = sys.maxsize) -> None:
         self.least = least
         self.context = context
         self.answer_tokens = answer_tokens
@@ -77,26 +83,60 @@ class Reader:
             Refused: it does not fit.
         """
         room = self.context - tokens
-        if type(wanted) is int and 0 < room < wanted:
+        least = 1
+        if type(wanted) is int and wanted > 0:
+            least = wanted
+        if room < least:
             raise Refused(
                 400,
                 f"This model's maximum context length is {self.context} tokens. However, you requested "
-                f"{tokens + wanted} tokens ({tokens} in the prompt, {wanted} for the answer). Please reduce either.",
+                f"{tokens + least} tokens ({tokens} in the prompt, {least} for the answer). Please reduce either.",
                 CONTEXT_EXCEEDED,
             )
-        if wanted is None and 0 < room < self.answer_tokens:
+        if wanted is None and room < self.answer_tokens:
             return room
         return None
 
-    @asynccontextmanager
-    async def prefix(self, ids: list[int], salt: str = "") -> AsyncIterator[tuple[str, int]]:
+    def prefix(self, ids: list[int], salt: str, complete: Complete) -> AbstractAsyncContextManager[tuple[str, int]]:
         """The digest and the entries of a prompt's prefix, whose file stays at least as long as this is open.
 
-        Requests share the prefix of a prompt unless their `salt` differs.
+        Requests share the prefix of a prompt unless their `salt` differs; `complete` asks the engine.
 
         Raises:
-            Refused: the worker refuses it, or does not answer.
+            Refused: the prompt is refused, or nobody reads it.
         """
+        raise NotImplementedError
+
+    def _count(self, reply: dict[str, Any], tokens: int, seconds: float, is_known: bool) -> tuple[str, int]:
+        """The digest and the entries of a reply, which is counted; `Refused` for an error."""
+        if "error" in reply:
+            self._metrics.refused.labels(str(reply["status"])).inc()
+            raise Refused(reply["status"], reply["error"], reply.get("code"))
+        if is_known:
+            self._metrics.prompts.labels("known").inc()
+        else:
+            self._metrics.prompts.labels("read").inc()
+            self._metrics.seconds.observe(seconds)
+            self._metrics.tokens.inc(tokens)
+            self._metrics.entries.inc(reply["entries"])
+        return reply["id"], reply["entries"]
+
+
+class WorkerReader(Reader):
+    """Lets the worker at a socket read prompts.
+
+    Args:
+        socket: The path of the socket.
+        limits: See `Reader`.
+    """
+
+    def __init__(self, socket: str, *limits: int) -> None:
+        super().__init__(*limits)
+        self.socket = socket
+
+    @override
+    @asynccontextmanager
+    async def prefix(self, ids: list[int], salt: str, complete: Complete) -> AsyncIterator[tuple[str, int]]:
         start = time.perf_counter()
         async with AsyncExitStack() as open_connection:
             try:
@@ -107,17 +147,5 @@ class Reader:
                 reply = json.loads(await reader.readline())
             except (OSError, ValueError):
                 reply = {"status": 503, "error": "keepsight: the prefix worker does not answer; try again later"}
-            if "error" in reply:
-                self._metrics.refused.labels(str(reply["status"])).inc()
-                raise Refused(reply["status"], reply["error"], reply.get("code"))
-            self._count(reply, len(ids), time.perf_counter() - start)
-            yield reply["id"], reply["entries"]
-
-    def _count(self, reply: dict[str, Any], tokens: int, seconds: float) -> None:
-        if reply["known"]:
-            self._metrics.prompts.labels("known").inc()
-            return
-        self._metrics.prompts.labels("read").inc()
-        self._metrics.seconds.observe(seconds)
-        self._metrics.tokens.inc(tokens)
-        self._metrics.entries.inc(reply["entries"])
+            seconds = time.perf_counter() - start
+            yield self._count(reply, len(ids), seconds, bool(reply.get("known")))

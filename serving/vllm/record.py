@@ -8,7 +8,10 @@
 A request with the `kv_transfer_params` {"keepsight_evict": true}, or a budget in place of true, is read and answered as
 always. While it is read, an attention backend records the keys, values and queries that the method needs. When the last
 token of the prompt is read, the connector evicts, writes a prefix to the root, and the reply has its id in its
-`kv_transfer_params`: {"keepsight": ID, "entries": B, "seen": N}, or {"keepsight_error": WHY}.
+`kv_transfer_params`: {"keepsight": ID, "entries": B, "seen": N}, or {"keepsight_error": WHY, "keepsight_status": 400}.
+
+With `own`, a folder that nobody else uses, the middleware makes such a request of every long prompt, and answers from
+what it keeps (`keepsight.serving.vllm.engine_reader`); the prefixes of these lie in that folder.
 
 Methods that score entries when they are read (SnapKV, TOVA, H2O and their like) run so, and LookaheadKV in two requests
 (`keepsight.serving.vllm.soft_tokens`); others that look back with a pass of their own do not. Until a prompt is read,
@@ -24,33 +27,36 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.request import RequestStatus
 
 from keepsight.errors import UserError, one_line
 from keepsight.files import read_json, write_json
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
 from keepsight.models.identity import Identity
 from keepsight.models.targets import fingerprints
-from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.allocate import Global
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.methods import make_method
-from keepsight.runtime.methods.lookaheadkv import SoftTokens
-from keepsight.runtime.observe import LayerObserver
 from keepsight.runtime.state import Needs, Recorder, State
 from keepsight.serving.export import Rotation, placeholders_of, rotations_of, turned_by, write_state
+from keepsight.serving.inside import OWN_FOLDER, evicting_method, looks_back
 from keepsight.serving.prefix import (
     EVICT,
     EVICTION_ERROR,
+    EVICTION_STATUS,
+    OWN_NAME,
     PREFIX_ID,
     TEXT_BEFORE,
     WHOLE_PREFIX_ID,
     digest_in,
+    file_of,
     letters_of_id,
 )
 from keepsight.serving.vllm import ragged
@@ -74,6 +80,7 @@ class Part:
         budget: The method's budget.
         tokens: In the last part, the tokens of the prompt; else None.
         before: In the last part, the rendered text before the document; see `keepsight.serving.prefix.Header`.
+        own: Name of a prefix for the middleware's own folder, which no other has; None for one that clients name.
     """
 
     name: str
@@ -85,6 +92,7 @@ class Part:
     budget: int | float
     tokens: list[int] | None = None
     before: str = ""
+    own: str | None = None
 
 
 @dataclass
@@ -224,13 +232,17 @@ class EvictingConnector(KeepsightConnector):
                 code="missing",
             )
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.method = evicting_method(options.get("evict"), self.block_size)
+        self.method = evicting_method(options.get("evict"), self.block_size, ragged=ragged.is_asked_for())
         if looks_back(self.method) and not (vllm_config.lora_config and vllm_config.model_config.enable_prompt_embeds):
             raise UserError(
                 "keepsight: soft tokens need --enable-lora, --max-lora-rank and --enable-prompt-embeds",
                 field="enable_lora",
                 code="missing",
             )
+        self.own: Path | None = None
+        if options.get(OWN_FOLDER):
+            self.own = Path(options[OWN_FOLDER])
+            self._prepare_own(self.own, role)
         self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
         model = vllm_config.model_config
         self.name = model.model
@@ -245,6 +257,21 @@ class EvictingConnector(KeepsightConnector):
         self.prompts: dict[str, RecordedPrompt] = {}
         self.parts: dict[int, Part] = {}
         self._written: dict[str, Path] = {}
+
+    def _prepare_own(self, folder: Path, role: Any) -> None:
+        """Read prefixes from the middleware's folder too; the scheduler's side empties it."""
+        if looks_back(self.method):
+            raise UserError(
+                f"keepsight: soft tokens look back in a second request, which plain requests have not; leave out "
+                f"{OWN_FOLDER}, or name a method that scores entries while they are read, such as snapkv",
+                field=OWN_FOLDER,
+                code="conflict",
+            )
+        self.store.others.append(folder)
+        if role == KVConnectorRole.SCHEDULER:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob("*.safetensors"):
+                path.unlink(missing_ok=True)
 
     # The scheduler's side
 
@@ -302,6 +329,11 @@ class EvictingConnector(KeepsightConnector):
             )
         return method, observed
 
+    def _own_name(self, request: Any) -> str | None:
+        """The name of a prefix for the middleware's own folder; None for one that clients name."""
+        name = request.kv_transfer_params.get(OWN_NAME)
+        return None if self.own is None or name is None else str(name)
+
     def _may_have_lora(self, request: Any) -> bool:
         return request.request_id in self._asked
 
@@ -328,6 +360,7 @@ class EvictingConnector(KeepsightConnector):
             if stop >= request.num_prompt_tokens:
                 part.tokens = request.prompt_token_ids
                 part.before = str(request.kv_transfer_params.get(TEXT_BEFORE, ""))
+                part.own = self._own_name(request)
                 del self._asked[name]
             parts.append(part)
         return RecordingStep(step.loads, step.prefixes, parts, set(scheduler_output.finished_req_ids))
@@ -338,7 +371,7 @@ class EvictingConnector(KeepsightConnector):
         self._requests.pop(name, None)
         self._asked.pop(name, None)
         if name in self._refused:
-            return False, {EVICTION_ERROR: self._refused.pop(name)}
+            return False, {EVICTION_ERROR: self._refused.pop(name), EVICTION_STATUS: 400}
         ticket = self._tickets.pop(name, None)
         if ticket is None:
             return False, None  # nothing was asked
@@ -347,7 +380,15 @@ class EvictingConnector(KeepsightConnector):
             return False, None  # the client left
         result = read_json(path)
         path.unlink(missing_ok=True)
+        if request.status == RequestStatus.FINISHED_ABORTED and self._own_name(request) is not None:
+            self._remove_own(result)
         return False, result
+
+    def _remove_own(self, result: dict[str, Any]) -> None:
+        """Remove a prefix from the middleware's own folder, of which it will not hear."""
+        digest = result.get(PREFIX_ID)
+        if self.own is not None and digest is not None:
+            file_of(self.own, digest).unlink(missing_ok=True)
 
     def _file_of(self, ticket: str) -> Path:
         """The file in which the worker, which may be another process, reports the result for a prompt."""
@@ -363,7 +404,15 @@ class EvictingConnector(KeepsightConnector):
         """
         super().register_kv_caches(kv_caches)
         for name in kv_caches:
-            self._modules[name].impl.connector = self
+            implementation = self._modules[name].impl
+            if not isinstance(implementation, Recording):
+                raise UserError(
+                    f"keepsight: eviction inside vLLM works with its CPU backend alone, not with "
+                    f"{type(implementation).__name__}; use the worker or `keepsight prefix`",
+                    field=ragged.RECORDS,
+                    code="conflict",
+                )
+            implementation.connector = self
         self.weights = min(fingerprints(self.name), default="")  # one of those that the middleware accepts
         rotations = [rotation for rotation in self.rotations if rotation is not None]
         ropes = rotary_embedding._ROPE_DICT.values()
@@ -383,8 +432,9 @@ class EvictingConnector(KeepsightConnector):
         for name in connector_metadata.finished:
             self.prompts.pop(name, None)
             path = self._written.pop(name, None)
-            if path is not None:
-                path.unlink(missing_ok=True)  # of a client that left; the others are read before
+            if path is not None and path.is_file():  # of a client that left; the others are read before
+                self._remove_own(read_json(path))
+                path.unlink(missing_ok=True)
         for part in connector_metadata.parts:
             if part.start != part.first:
                 continue
@@ -424,7 +474,8 @@ class EvictingConnector(KeepsightConnector):
                 result = self._evicted(prompt.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("no prefix was made of a prompt of %d tokens: %s", part.stop, error)
-                result = {EVICTION_ERROR: one_line(error)}
+                status = 400 if isinstance(error, UserError) else 500
+                result = {EVICTION_ERROR: one_line(error), EVICTION_STATUS: status}
             self._report(part, result)
 
     def _report(self, part: Part, result: dict[str, Any]) -> None:
@@ -458,24 +509,24 @@ class EvictingConnector(KeepsightConnector):
         else:
             kept = method.compress_state(model, state)
 
+        root = self.store.root
+        method_text = repr(method)
+        if self.own is not None and part.own is not None:
+            root = self.own
+            method_text = f"serve {part.own}: {method_text}"
         digest, header = write_state(
             self.config,
             kept,
             turned_by(self.rotations, kept, placeholders_of(kept, self.page)),
-            self.store.root,
+            root,
             page=self.page,
             before=before,
-            method=repr(method),
+            method=method_text,
             identity=Identity(model=self.weights or None),
         )
         if part.first:
             self.store.path(prompt_digest).unlink(missing_ok=True)
         return {PREFIX_ID: digest, "entries": header.entries, "seen": header.seen}
-
-
-def looks_back(method: Evict) -> bool:
-    """Whether a method's soft tokens look back in a request of their own."""
-    return isinstance(method.observer, SoftTokens)
 
 
 def _whole_state(tensors: dict[str, Tensor]) -> State:
@@ -499,48 +550,6 @@ def _looked_back(observers: State, state: State, reduce: Reduce) -> list[Tensor]
         )
         scores.append(reduce_group(attention, keys.shape[1], reduce.heads))
     return scores
-
-
-def evicting_method(config: Any, block_size: int) -> Evict:
-    """The method of a configuration {"name": ..., "budget": ..., further options}.
-
-    Raises:
-        UserError: it cannot run inside vLLM.
-    """
-    options = dict(config) if isinstance(config, dict) else {}
-    if not {"name", "budget"} <= options.keys():
-        raise UserError(
-            'keepsight: kv_connector_extra_config needs evict, such as {"name": "snapkv", "budget": 128}',
-            field="evict",
-            code="missing",
-        )
-    name = str(options.pop("name"))
-    method = make_method(name, options.pop("budget"), None, **options)
-    if (
-        not isinstance(method, Evict)
-        or not isinstance(method.bound_observer, LayerObserver | SoftTokens)
-        or method.every
-        or method.rerotate
-        or method.needs_model
-        or method.needs().features
-        or method.needs().statistics
-    ):
-        raise UserError(
-            f"keepsight: {name} cannot run in vLLM, where a method evicts once, by scores of the tokens read, as "
-            "snapkv does; use keepsight prefix",
-            field="evict",
-            code="model",
-        )
-    if isinstance(method.allocate, Global) and method.allocate.page == block_size and ragged.is_asked_for():
-        return method
-    if not isinstance(method.allocate, Uniform):
-        raise UserError(
-            f"keepsight: {name} gives heads different numbers of entries; set {ragged.SWITCH}=1 and give it "
-            f'"allocate": {{"name": "global", "page": {block_size}}}, or "allocate": "uniform"',
-            field="evict",
-            code="conflict",
-        )
-    return method
 
 
 def rotations_from(config: Any) -> list[Rotation | None]:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,12 +18,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import yaml
 
 from keepsight.commands import cli
 from keepsight.commands.config_serving import Serve
 from keepsight.commands.prefix import Document, Writer
-from keepsight.commands.serve import _address, _environment, _min_prompt_tokens
+from keepsight.commands.serve import _address, _divide_threads, _environment, _min_prompt_tokens, _prefix_folder
 from keepsight.commands.variants import letters_for
 from keepsight.files import Row, from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
@@ -160,6 +162,51 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     keepsight.refuses("page", "conflict", "serve", *TINY, "page=32")
     keepsight.refuses("engine", "unknown", "prefix", *TINY, "prompt=a", "out=prefixes", "engine=tgi")
     keepsight.refuses("grace", "conflict", "serve", *TINY, "vllm=true", "grace=5")
+    for alone in ("reader=vllm", "worker_threads=1"):
+        keepsight.refuses(alone.partition("=")[0], "conflict", "serve", *TINY, alone)
+
+
+def test_what_vllm_cannot_be_given_ends_in_one_line(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: object())
+    monkeypatch.setattr("keepsight.commands.serve._cores", lambda: [0, 1, 2, 3])
+    beside = ("serve", *TINY, "vllm=true")
+    keepsight.refuses("worker_threads", "range", *beside, "worker_threads=4")
+    keepsight.refuses("worker_threads", "conflict", *beside, "reader=vllm", "worker_threads=1")
+    for method in ("dapq", "laq"):
+        keepsight.refuses("reader", "conflict", *beside, "reader=vllm", f"method={method}", "budget=160")
+
+
+def test_the_worker_and_vllm_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    threads = torch.get_num_threads()
+
+    def divided(cores: int, environment: dict[str, str] | None = None, **options: Any) -> tuple[int, str | None]:
+        monkeypatch.setattr("keepsight.commands.serve._cores", lambda: [*range(cores)])
+        torch.set_num_threads(7)
+        environment = environment or {}
+        _divide_threads(Serve(vllm=True, **options), target, environment)
+        return torch.get_num_threads(), environment.get("VLLM_CPU_OMP_THREADS_BIND")
+
+    try:
+        assert divided(2) == (1, "1") and divided(8) == (4, "4,5,6,7") and divided(1) == (1, "0")
+        assert divided(8, worker_threads=6) == (6, "6,7")
+        assert divided(8, {"VLLM_CPU_OMP_THREADS_BIND": "2-3"}) == (7, "2-3"), "the operator's own division"
+        assert divided(8, vllm_options={"tensor-parallel-size": 2}) == (7, None), "vLLM divides among its ranks"
+        target.model.device = torch.device("meta")
+        assert divided(8) == (7, None)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_prefixes_lie_in_memory_where_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("keepsight.serving.vllm.folder.MEMORY", memory)
+    room = shutil.disk_usage(tmp_path).free
+    with _prefix_folder(tmp_path / "server", room // 2 if has_room else room * 2) as folder:
+        assert (folder.parent == memory) == has_room and (folder == tmp_path / "server" / "prefixes") != has_room
+    assert not [*memory.iterdir()]
 
 
 def test_addresses_are_urls() -> None:
@@ -193,9 +240,7 @@ def test_vllm_is_given_the_key_of_either_variable(monkeypatch: pytest.MonkeyPatc
     """vLLM's own variable was emptied where keepsight's is unset, and the server was open."""
 
     def given() -> str:
-        return _environment(Serve(), 400, 4096, "model", Path("tokenizer"), Path("prefixes"), Path("socket"))[
-            "VLLM_API_KEY"
-        ]
+        return _environment(Serve(), 400, 4096, "model", Path("tokenizer"), Path("prefixes"))["VLLM_API_KEY"]
 
     for name in ("KEEPSIGHT_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)

@@ -19,7 +19,7 @@ from keepsight.models.targets import Target, load_target
 from keepsight.serving.prefix import PrefixStore, file_of, placeholders
 from keepsight.serving.vllm.access import PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
-from keepsight.serving.vllm.reader import Reader
+from keepsight.serving.vllm.reader import Complete, Reader, WorkerReader
 from keepsight.serving.worker import Worker
 from tests.refused import refused
 from tests.tiny import save_tiny_target, tiny_tokenizer
@@ -230,10 +230,10 @@ def test_kept_prefixes_are_bounded_by_bytes_and_those_in_use_stay(target: Target
     async def conversation() -> None:
         async with connected(socket, LONG) as lease:
             used = json.loads(await lease.readline())["id"]
-            worker.max_bytes = int(2.5 * file_of(tmp_path, used).stat().st_size)
+            worker.kept.max_bytes = int(2.5 * file_of(tmp_path, used).stat().st_size)
             others = [(await asked(socket, LONG[: 390 + number]))["id"] for number in range(4)]
             await settled(lambda: files(tmp_path) == {used, others[-1]})
-            worker.max_bytes = 0
+            worker.kept.max_bytes = 0
             await asked(socket, LONG[:380])
             await settled(lambda: files(tmp_path) == {used})
         await settled(lambda: not files(tmp_path))
@@ -333,11 +333,11 @@ class Reads(Reader):
     """A `Reader` without a worker: every prompt is the prefix 0f0f... of 130 entries."""
 
     def __init__(self) -> None:
-        super().__init__("", 20, context=2000, answer_tokens=500)
+        super().__init__(20, context=2000, answer_tokens=500)
         self.asked, self.salts, self.open = list[list[int]](), list[str](), 0
 
     @asynccontextmanager
-    async def prefix(self, ids: list[int], salt: str = "") -> AsyncIterator[tuple[str, int]]:
+    async def prefix(self, ids: list[int], salt: str, complete: Complete) -> AsyncIterator[tuple[str, int]]:
         self.asked.append(ids)
         self.salts.append(salt)
         self.open += 1
@@ -445,7 +445,7 @@ def test_token_ids_of_a_chat_are_read_in_the_place_of_its_messages(rewriter: Rew
 def test_a_refusal_of_the_worker_has_its_status_and_code(target: Target, rewriter: Rewriter, tmp_path: Path) -> None:
     worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2, max_tokens=300), tmp_path / "at"
     engine = Engine(rewriter.tokenizer)
-    app = Prefixes(engine, rewriter, Reader(str(socket), 20))
+    app = Prefixes(engine, rewriter, WorkerReader(str(socket), 20))
 
     async def conversation() -> None:
         while not socket.exists():
