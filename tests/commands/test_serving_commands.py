@@ -262,7 +262,7 @@ def test_the_page_says_what_the_commands_take() -> None:
     for _, *words in (shlex.split(unit), compose, *typed):
         name, arguments = cli.command_of(words)
         cli.configuration(name, arguments)
-    assert len(typed) == 5
+    assert len(typed) == 6
 
 
 def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) -> None:

@@ -59,7 +59,7 @@ def test_a_document_is_made_a_prefix_and_asked_about(here: Path, capsys: pytest.
 
 def test_one_command_serves_and_ends_when_it_is_told_to(here: Path) -> None:
     port = free_port()
-    line = block("keepsight serve").replace("8000", str(port)).strip()
+    line = block("keepsight serve recipe=smollm2-135m adapter=").replace("8000", str(port)).strip()
     with process(f"http://127.0.0.1:{port}", here / "log", "bash", "-c", f"exec {line} {ROOM}") as server:
         turns = [{"role": "user", "content": f"{DOCUMENT}\n\nWhat is the magic number of the otter?"}]
         create: Any = server.client().chat.completions.create
