@@ -1,4 +1,4 @@
-"""keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step."""
+"""keepsight bench hits: top-k hit rate of the methods that read or keep a part of the cache, step by step."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -10,10 +10,12 @@ import pandas as pd
 from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
+from keepsight.commands.recipe import table_of
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError
 from keepsight.eval.bench.runner import runner_in
-from keepsight.eval.hits import SHARED, Hits, answering, best_shared, compare, entries_read
+from keepsight.eval.compress import needs_of_all
+from keepsight.eval.hits import SHARED, Hits, answering, best_shared, compare, entries_kept, entries_read
 from keepsight.eval.report.plots import hits_plot
 from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
@@ -26,6 +28,7 @@ from keepsight.models.draft_head import EagleHead
 from keepsight.models.identity import MadeWith
 from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
 from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import SpeContext
 
 _MEANS = ["hit", "mass", "overlap", "read"]
@@ -66,9 +69,11 @@ def run(config: Config) -> None:
     outline = without_weights(config)
     variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, outline))
     for variant in variants:
-        if not variant.method.selects_each_step:
+        is_evicting = isinstance(variant.method, Evict) and not variant.method.every
+        if not variant.method.selects_each_step and not is_evicting:
             raise UserError(
-                f"methods= names {variant.name!r}, which does not select entries at each step; see --help",
+                f"methods= names {variant.name!r}, which neither selects entries at each step nor evicts from the "
+                "prompt alone; see --help",
                 field="methods",
                 code="model",
             )
@@ -101,6 +106,8 @@ def run(config: Config) -> None:
         runner.save_csv("hits", *table.csv_rows())
         write_png(out / "hits.png", hits_plot(summary).figure())
     print(table.markdown())
+    if config.preset:
+        print(f"table: {table_of(config)}")
 
 
 def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
@@ -150,7 +157,8 @@ def _hits_of_sample(
             group_counts.add(variant.method.head.config.groups)
     prompt = sample.prompt_ids[None].to(target.model.device)
     layers = tuple(sorted(feature_layers))
-    answered = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, layers)
+    needs = needs_of_all(variant.method for variant in variants if isinstance(variant.method, Evict))
+    answered = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, layers, needs)
 
     hits = []
     for groups in sorted(group_counts):
@@ -159,7 +167,8 @@ def _hits_of_sample(
             hits.append(compare(name, budget, answered, best_shared(answered, budget, groups)))
     for variant in variants:
         method: Any = variant.method
-        hits.append(compare(variant.name, method.budget, answered, entries_read(target.model, method, answered)))
+        entries_had = entries_kept if isinstance(method, Evict) else entries_read
+        hits.append(compare(variant.name, method.budget, answered, entries_had(target.model, method, answered)))
     return filter(None, hits)  # without those of answers that are as short as the budget
 
 

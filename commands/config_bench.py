@@ -364,30 +364,31 @@ class BenchDraft(shared.UsesModel):
 
 
 @dataclass
-class BenchHits(shared.TaskKeys):
-    """keepsight bench hits: measure the top-k hit rate of methods that read a part of the cache.
+class BenchHits(shared.OfTable, shared.TaskKeys):
+    """keepsight bench hits: measure the top-k hit rate of methods that read or keep a part of the cache.
 
         keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 out=runs/hits
         keepsight bench hits tasks=jsonl jsonl.dir=DIR methods=specontext,quest,exact_topk out=runs/hits
+        keepsight bench hits tasks=niah_single lengths=2048 methods=[exact_topk,h2o] budgets=8,64 out=runs/hits
 
     The full cache answers. At each token, each method selects the entries that it would read. `hit` is the top-k hit
     rate: the share of the layer's k entries with the most attention that are read, where k is the budget. `mass` is the
     share of the attention on the entries read. `overlap` is the share of them that the previous step read too. `best
     shared` reads the same entries in all layers (or in each group of layers of a retrieval head), those with the most
     attention on average: no other such set has a larger `mass`. `exact_topk` selects by each layer's own attention.
-    Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A stopped run resumes when the same command is
-    run again.
+    Methods that evict have what they keep of the prompt, and the answer so far. Writes hits.jsonl (a row per sample),
+    hits.csv and hits.png to `out`. A stopped run resumes when the same command is run again.
 
     Attributes:
-        methods: Methods that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight
-            eval.
-        budgets: KV entries read per step and KV head.
+        methods: Methods that read a part of the cache (specontext, quest, exact_topk) or evict from the prompt; with
+            options as for keepsight eval.
+        budgets: KV entries read per step and KV head, or kept of the prompt.
         heads: Further retrieval heads, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned, but not distilled, and uses
             the previous step's features.
     """
 
     COMMON: ClassVar = (
-        *("out", "model.id", "retrieval", "heads", "tasks", "lengths", "samples", "methods", "budgets", "jsonl.dir"),
+        *("out", "preset", "model.id", "retrieval", "heads", "tasks", "lengths", "samples", "methods", "budgets", "jsonl.dir"),
     )
     methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
     budgets: shared.Counts = field(default_factory=lambda: [64, 256, 1024])

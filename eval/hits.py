@@ -1,8 +1,9 @@
-"""Top-k hit rate of methods that read a part of the cache: the share of the most attended entries they select.
+"""Top-k hit rate of methods that read or keep a part of the cache: the share of the most attended entries they have.
 
 The model answers from the full cache. It then reads the answer again with full attention, and at each step a method
 selects entries by the base model's queries, keys and features. Methods are thus compared on the same steps; what their
-selections would change in later steps is not measured.
+selections would change in later steps is not measured. A method that evicts has the same entries of the prompt at each
+step, and all tokens of the answer before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod, decode, stop_after
 from keepsight.runtime.importance import attention_weights, recorded_queries, reduce_group, top_mask
 from keepsight.runtime.retrieval.specontext import RetrievalCache
@@ -71,10 +73,19 @@ class Answering:
 
 @torch.no_grad()
 def answering(
-    model: PreTrainedModel, prompt: Tensor, max_new_tokens: int, end_tokens: list[int], features: tuple[int, ...]
+    model: PreTrainedModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    end_tokens: list[int],
+    features: tuple[int, ...],
+    needs: Needs | None = None,
 ) -> Answering:
-    """Answer a prompt [1, N] int64 from the full cache, recording queries, and the outputs of the layers `features`."""
-    before = prefill(model, prompt, needs=Needs(window=max_new_tokens, features=features))
+    """Answer a prompt [1, N] int64 from the full cache, recording queries, and the outputs of the layers `features`.
+
+    `needs` is what the prefill must record beside these, for methods that evict.
+    """
+    needs = Needs(window=max_new_tokens, features=features) | (needs or Needs())
+    before = prefill(model, prompt, needs=needs)
     answer = decode(model, before.copy(), stop_after(max_new_tokens, end_tokens), pad_token=end_tokens[0]).ids
     after, _ = read(model, before.copy(), answer, logits_to_keep=1)
     tokens = answer.shape[1]
@@ -108,6 +119,13 @@ def entries_read(model: PreTrainedModel, method: CacheMethod, answered: Answerin
                 selection = layer.selector.select(query, recorded[index].softmax, keys_so_far, None)
             masks.append(_mask(selection, keys[index].shape[1], length))
         yield masks
+
+
+def entries_kept(model: PreTrainedModel, method: Evict, answered: Answering) -> Iterator[list[Tensor]]:
+    """As `entries_read`, for a method that evicts from the prompt: what it keeps, and the answer so far."""
+    _, selected = method.evict(model, answered.before.copy())
+    for step in range(answered.answer.shape[1]):
+        yield [functional.pad(mask[0], (0, step), value=True) for mask in selected]
 
 
 def _selections_of_head(

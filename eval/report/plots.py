@@ -202,14 +202,14 @@ def _binned(deep: Frame, depths: Sequence[float]) -> Frame | None:
 
 
 def hits_plot(rows: Frame) -> Plot:
-    """Top-k hit rate and attention mass against the budget, a row of two panels for each task and length."""
+    """Top-k hit rate, attention mass and overlap against the budget, a row of panels for each task and length."""
     styles = styles_of(rows["method"])
     panels = []
     for (task, length), rows_of_task in rows.groupby(["task", "length"]):
         prompts = f"{task}, {length} tokens"
-        panels.append(Panel(f"{prompts}: top-k hit rate", HitCurves(rows_of_task, "hit", styles), task, length))
-        panels.append(Panel(f"{prompts}: attention mass read", HitCurves(rows_of_task, "mass", styles), task, length))
-    return Plot("hits", panels, styles, columns=2)
+        for title, measure in (("top-k hit rate", "hit"), ("attention mass read", "mass"), ("overlap", "overlap")):
+            panels.append(Panel(f"{prompts}: {title}", HitCurves(rows_of_task, measure, styles), task, length))
+    return Plot("hits", panels, styles, columns=3)
 
 
 def predicted_plot(rows: Frame, by_place: Frame | None, points: Mapping[str, list[list[float]]]) -> Plot:

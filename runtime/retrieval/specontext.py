@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -251,6 +251,8 @@ class SpeContext(SparseRead):
         head: The retrieval head; it is moved to the model's device.
         sinks: Number of first entries that are always read; none in the paper.
         window: Number of last entries that are always read; none in the paper.
+        heads: `each` KV head reads entries of its own; `same`: all heads of a layer read the same (section 4.2's
+            batch-level retrieval).
         offload: Number of last layers whose entries are in CPU memory from the start.
         memory_limit: Device memory for weights and entries, such as 24GiB or a number of bytes: before they would
             exceed it, layers move to the CPU one at a time. None for no limit. It holds from the first decoding step
@@ -260,6 +262,7 @@ class SpeContext(SparseRead):
     head: RetrievalHead = field(repr=False)
     sinks: Whole = 0
     window: Whole = 0
+    heads: Annotated[str, Literal["each", "same"]] = "each"
     offload: Whole = 0
     memory_limit: int | str | None = None
     uses_retrieval_head = True
@@ -381,7 +384,8 @@ class SpeContext(SparseRead):
             )
 
         padding = None if mask is None else length - state.lengths
-        top_attention = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
+        shared = head.config.groups if self.heads == "same" else 0
+        top_attention = TopAttention(tuple(self.budgets(state)), self.sinks, self.window, shared)
         selector = HeadSelector(head, layers, padding, top_attention)
         embed = model.get_input_embeddings()
         positions = positions_of(mask, length, state.tokens.device)

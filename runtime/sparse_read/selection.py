@@ -38,17 +38,24 @@ class TopAttention(LayerSelector):
             one for each row.
         sinks: Number of first entries that are always read, within the budget.
         window: Number of last entries that are always read, within the budget.
+        shared: Number of equal groups of KV heads within which all heads read the same entries, those with the largest
+            mean weights; 0 where each head has its own.
     """
 
     budget: int | tuple[int, ...]
     sinks: int = 0
     window: int = 0
+    shared: int = 0
 
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
         mask = None if padding is None else real_mask(padding, keys.shape[2])
         weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
-        return self.top(reduce_group(weights, keys.shape[1], "max"), padding)
+        importance = reduce_group(weights, keys.shape[1], "max")
+        if self.shared:
+            by_group = importance.unflatten(1, (self.shared, -1))
+            importance = by_group.mean(dim=2, keepdim=True).expand_as(by_group).flatten(1, 2).clone()
+        return self.top(importance, padding)
 
     def top(self, importance: Tensor, padding: Tensor | None) -> Selection:
         """The k most important of C entries; rows that read fewer, or have fewer real ones, are padded.

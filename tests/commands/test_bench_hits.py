@@ -50,6 +50,16 @@ def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: 
     keepsight.refuses("heads", "conflict", "bench", "hits", *TINY, *named)
 
 
+def test_methods_that_evict_stand_beside_those_that_read(keepsight: CommandLine, here: Path) -> None:
+    methods = "methods=[exact_topk,{name: oracle, pool: none, label: oracle},{name: h2o, window: 0}]"
+    keepsight("bench", "hits", *TINY, methods, "budgets=[64]", *SHORT)
+    rows = {row["name"]: row for row in read_jsonl(here / "out" / "hits.jsonl")}
+    assert rows["oracle"]["read"] == 64 + 1.5, "the prompt's entries, and the answer's 0 to 3 before each token"
+    assert rows["exact_topk"]["mass"] > rows["oracle"]["mass"] > 0
+    assert rows["oracle"]["overlap"] > rows["exact_topk"]["overlap"], "what is kept stays"
+
+
 def test_bad_input(keepsight: CommandLine, here: Path) -> None:
-    keepsight.refuses("methods", "model", "bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
+    keepsight.refuses("methods", "model", "bench", "hits", *TINY, "methods=[full,{name: snapkv, every: 4}]", *SHORT)
+    keepsight.refuses("methods", "model", "bench", "hits", *TINY, "methods=[{name: kivi, group: 8, bits: 2}]", *SHORT)
     keepsight.refuses("budgets", "type", "bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)

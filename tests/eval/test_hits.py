@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from keepsight.eval.hits import Answering, answering, best_shared, compare, entries_read
+from keepsight.eval.hits import Answering, answering, best_shared, compare, entries_kept, entries_read
 from keepsight.eval.query_similarity import POSITIONS, query_similarity
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.runtime.methods import ExactTopK, Quest, SpeContext
+from keepsight.runtime.methods import ExactTopK, Quest, SnapKV, SpeContext
 from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
@@ -164,3 +164,26 @@ def test_the_answers_own_tokens_elsewhere_and_others_in_its_place() -> None:
 def test_sliding_windows_are_refused() -> None:
     with refused("model", "model"):
         query_similarity(family_model("Gemma 3 (text)"), prompt_ids(40)[0][0].tolist(), 4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_all_heads_of_a_layer_may_read_the_same(model, seen, groups):
+    """The entries with the largest mean of the heads' weights, in each group of layers."""
+    head = _head(model, groups)
+    each = next(entries_read(model, SpeContext(BUDGET, head), seen))
+    same = next(entries_read(model, SpeContext(BUDGET, head, heads="same"), seen))
+    assert all(bool((mask == mask[0]).all()) for mask in same)
+    assert {int(mask.sum()) for mask in same} == {BUDGET * each[0].shape[0]}
+    assert len({mask.numpy().tobytes() for mask in same}) == groups
+    assert any(not torch.equal(*pair) for pair in zip(each, same, strict=True))
+
+
+def test_a_method_that_evicts_has_what_it_keeps_and_the_answer(model):
+    method = SnapKV(BUDGET, window=4)
+    seen = answering(model, prompt_ids(40)[0], 6, [0], (), method.needs())
+    steps = list(entries_kept(model, method, seen))
+    _, kept = method.evict(model, prefill(model, seen.before.tokens, needs=method.needs()))
+    assert len(steps) == seen.answer.shape[1]
+    for step, masks in enumerate(steps):
+        for mask, expected in zip(masks, kept, strict=True):
+            assert torch.equal(mask[:, :40], expected[0]) and bool(mask[:, 40:].all()) and mask.shape[1] == 40 + step
