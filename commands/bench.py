@@ -21,6 +21,7 @@ from keepsight.commands.from_recipe import (
     target_of,
     without_weights,
 )
+from keepsight.commands.recipe import table_of
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.backends import InThisProcess
 from keepsight.data_gen.generate import generate_data
@@ -34,10 +35,13 @@ from keepsight.eval.bench.runner import Row, Runner, runner_in
 from keepsight.eval.bench.serving import bench_serve, bench_vllm
 from keepsight.eval.bench.training import bench_step
 from keepsight.eval.query_similarity import query_similarity
+from keepsight.eval.report.plots import queries_plot
 from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.results import flatten
+from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.niah import make_samples
+from keepsight.eval.tasks.registry import make_all
 from keepsight.files import require_writable, write_json, write_png
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
@@ -158,6 +162,8 @@ def speculate(config: configs.BenchSpeculate) -> None:
 
 def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Target) -> list[list[int]]:
     """The last prompts of a data folder that are short enough, or needles in a haystack."""
+    if isinstance(config, configs.BenchQueries) and config.tasks:
+        return _prompts_of_tasks(config, target)
     if config.data is None:
         require_room(target.model, config.tokens)
         needles = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
@@ -174,33 +180,97 @@ def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Targ
     return prompts[-config.samples :]
 
 
-_QUERY_CAPTION = "Cosine similarity with the answer's queries; position is a share of the prompt, 1 the answer's place."
-_QUERY_COLUMNS = (
-    Column("content", "content", is_text=True),
-    Column("position", "position", digits=2),
-    Column("after RoPE", "after RoPE", digits=4),
-    Column("before RoPE", "before RoPE", digits=4),
+def _prompts_of_tasks(config: configs.BenchQueries, target: Target) -> list[list[int]]:
+    """The prompts of benchmarks; UserError if there is none, or `data` is given too."""
+    if config.data is not None:
+        raise UserError("tasks= and data= both name prompts; leave one of them out", field="data", code="conflict")
+    request = TaskRequest(
+        target.tokenizer,
+        context_of(target.model),
+        lengths=[config.tokens],
+        samples=config.samples,
+        max_tokens=config.tokens,
+        protocol=protocol_named("reference"),
+    )
+    prompts = [sample.prompt_ids.tolist() for sample in make_all(config, config.tasks, request)]
+    if not prompts:
+        raise UserError(
+            f"tasks={config.tasks}: no prompt has at most {config.tokens} tokens; raise tokens=",
+            field="tasks",
+            code="range",
+        )
+    longest = max(map(len, prompts))
+    require_room(target.model, longest + config.answer_tokens)
+    return prompts
+
+
+_QUERY_CAPTION = (
+    "Cosine similarity with the answer's queries; a position is a share of the prompt, 1 the answer's place, or drawn."
 )
+_QUERY_MEASURES = ["after RoPE", "before RoPE"]
+
+
+def _query_table(name: str, means: Frame, *places: str) -> Table:
+    """A table of similarities by content, position and these further columns."""
+    columns = [Column("content", "content", is_text=True), Column("position", "position", is_text=True)]
+    columns += [Column(place, place) for place in places]
+    columns += [Column(measure, measure, digits=4) for measure in _QUERY_MEASURES]
+    return Table.of(name, _QUERY_CAPTION, columns, means)
 
 
 def queries(config: configs.BenchQueries) -> None:
     """Compare queries by content and position."""
     _require_out(config)
-    prompts = _prompts(config, without_weights(config))
+    outline = without_weights(config)
+    prompts = _prompts(config, outline)
+    text = outline.tokenizer(config.text, add_special_tokens=False)["input_ids"] if config.text else []
+    if any(end < 1 for end in config.drawn.values()):
+        raise UserError(f"drawn={config.drawn}: expected numbers of at least 1", field="drawn", code="range")
     target = target_of(config)
 
     def measure(index: int) -> Iterator[Row]:
-        similarities = query_similarity(target.model, prompts[index], config.answer_tokens, config.seed + index)
+        seed = config.seed + index
+        similarities = query_similarity(target.model, prompts[index], config.answer_tokens, seed, text, config.drawn)
         for (content, position), (after, before) in similarities.items():
-            yield {"content": content, "position": position, "after RoPE": after, "before RoPE": before}
+            by_head = {"after RoPE": _digits(after), "before RoPE": _digits(before)}
+            yield {"content": content, "position": position, **by_head}
 
-    with _runner(config, target) as runner:
+    with _runner(config, target, "preset", "by") as runner:
         cases: list[tuple[Row, int]] = [({"prompt": index}, index) for index in range(len(prompts))]
-        rows: Frame = pd.DataFrame(runner.rows("prompts", cases, measure, unit="prompt"))
-        means = rows.groupby(["content", "position"], sort=False)[["after RoPE", "before RoPE"]].mean()
-        table = Table.of("queries", _QUERY_CAPTION, _QUERY_COLUMNS, means.reset_index())
+        rows = list(runner.rows("prompts", cases, measure, unit="prompt"))
+        frame = _queries_by_head(rows)
+        means = frame.groupby(["content", "position"], sort=False)[_QUERY_MEASURES].mean().reset_index()
+        table = _query_table("queries", means)
         runner.save_csv("queries", *table.csv_rows())
+        if config.by:
+            by_place = frame.groupby(["content", "position", *config.by], sort=False)[_QUERY_MEASURES].mean()
+            parts = _query_table("queries_by", by_place.reset_index(), *config.by)
+            runner.save_csv("queries_by_" + "_".join(config.by), *parts.csv_rows())
+        if config.out is not None:
+            write_png(Path(config.out) / "queries.png", queries_plot(frame, "layer" in config.by).figure())
     _print(table.markdown().splitlines())
+    if config.preset:
+        print(f"table: {table_of(config)}")
+
+
+def _digits(values: torch.Tensor) -> list[list[float]]:
+    """[L, H] as lists, with five decimals."""
+    rows = []
+    for numbers in values.double().tolist():
+        rows.append([round(number, 5) for number in numbers])
+    return rows
+
+
+def _queries_by_head(rows: Sequence[Row]) -> Frame:
+    """A line for each prompt, content, position, layer and query head."""
+    lines = []
+    for row in rows:
+        after, before = (row[measure] for measure in _QUERY_MEASURES)
+        for layer, head in product(range(len(after)), range(len(after[0]))):
+            place = {name: row[name] for name in ("prompt", "content", "position")}
+            similarities = {"after RoPE": after[layer][head], "before RoPE": before[layer][head]}
+            lines.append({**place, "layer": layer, "head": head, **similarities})
+    return pd.DataFrame(lines)
 
 
 def retrieve(config: configs.BenchRetrieve) -> None:

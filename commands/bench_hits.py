@@ -128,8 +128,8 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
 def _made_with(config: Config, target: Target) -> MadeWith:
     """The settings that all rows depend on."""
     values = asdict(config)
-    names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
-    settings = {name: values[name] for name in names}
+    names = ("methods", "budgets", "heads", "retrieval", "adapter", "draft", "bits", "max_new_tokens", "seed")
+    settings = {name: values[name] for name in (*names, "protocol", *_BENCHMARKS)}
     settings["model.id"] = target.name
     return MadeWith(target.identity, settings)
 
@@ -167,8 +167,9 @@ def _hits_of_sample(
             hits.append(compare(name, budget, answered, best_shared(answered, budget, groups)))
     for variant in variants:
         method: Any = variant.method
-        entries_had = entries_kept if isinstance(method, Evict) else entries_read
-        hits.append(compare(variant.name, method.budget, answered, entries_had(target.model, method, answered)))
+        entries_of: Any = entries_kept if isinstance(method, Evict) else entries_read
+        budget: Any = variant.budget
+        hits.append(compare(variant.name, budget, answered, entries_of(target.model, method, answered)))
     return filter(None, hits)  # without those of answers that are as short as the budget
 
 

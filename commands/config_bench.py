@@ -273,28 +273,39 @@ class BenchSpeculate(KeepsRows, Lengths, shared.UsesMethods):
 
 
 @dataclass
-class BenchQueries(KeepsRows, shared.UsesModel):
+class BenchQueries(KeepsRows, shared.OfTable, shared.Benchmarks, shared.UsesModel):
     """keepsight bench queries: measure how similar the queries of pseudo tokens are to the answer's.
 
         keepsight bench queries tokens=2048 samples=10
         keepsight bench queries recipe=qwen3-8b data=runs/data tokens=8192 samples=100
+        keepsight bench queries tasks=[jsonl] jsonl.dir=DIR by=[layer,head] out=runs/queries
 
-    Repeats DapQ's comparison (arXiv 2603.11564, tables 1, 5 and 6, figure 2b). The answer's own tokens, or random ones,
+    Repeats DapQ's comparison (arXiv 2603.11564, tables 1, 5 and 6, figure 2). The answer's own tokens, or random ones,
     follow the prompt at the answer's positions or at earlier ones. Prints the cosine similarity of their queries to the
-    answer's, after and before RoPE, averaged over samples, layers, heads and tokens.
+    answer's, after and before RoPE, averaged over samples, layers, heads and tokens. `out` gets queries.csv and
+    queries.png: its boxes are the paper's figure 2(a), its curve figure 2(b).
 
     Attributes:
-        tokens: Prompt length in tokens; with `data`, the longest prompt.
+        tokens: Prompt length in tokens; with `data` and files of `tasks`, the longest prompt.
         answer_tokens: Longest answer in tokens.
-        data: Folder made by `keepsight data`; its last prompts are used. Needles in a haystack by default.
-        samples: Number of prompts.
-        seed: Seed of the random tokens.
+        tasks: Benchmarks or tasks whose prompts are used, as for keepsight eval. Needles in a haystack by default.
+        data: Folder made by `keepsight data`; its last prompts are used.
+        samples: Number of prompts, of each task if there are several.
+        text: Also tokens of this text, repeated up to the answer's length.
+        drawn: Also spans that begin at a position drawn below a number, {NAME: NUMBER}.
+        by: Also writes the means by layer, by head, or by both, as queries_by_*.csv, and draws them by layer.
+        seed: Seed of the random tokens and positions.
     """
 
+    COMMON: ClassVar = ("out", "preset", "model.id", "tokens", "answer_tokens", "tasks", "data", "samples", "by")
     tokens: PositiveInt = 1024
     answer_tokens: PositiveInt = 32
+    tasks: list[str] = field(default_factory=list)
     data: str | None = None
     samples: PositiveInt = 10
+    text: str = ""
+    drawn: dict[str, int] = field(default_factory=dict)
+    by: list[Annotated[str, shared.one_of("layer", "head")]] = field(default_factory=list)
     seed: int = 0
 
 
@@ -388,7 +399,19 @@ class BenchHits(shared.OfTable, shared.TaskKeys):
     """
 
     COMMON: ClassVar = (
-        *("out", "preset", "model.id", "retrieval", "heads", "tasks", "lengths", "samples", "methods", "budgets", "jsonl.dir"),
+        *(
+            "out",
+            "preset",
+            "model.id",
+            "retrieval",
+            "heads",
+            "tasks",
+            "lengths",
+            "samples",
+            "methods",
+            "budgets",
+            "jsonl.dir",
+        ),
     )
     methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
     budgets: shared.Counts = field(default_factory=lambda: [64, 256, 1024])

@@ -1,10 +1,11 @@
 """How similar the queries of pseudo tokens are to the answer's own: by content, and by position.
 
-DapQ (arXiv 2603.11564, section 3, tables 1, 5 and 6, figure 2b): tokens are read after the prompt, at the answer's
+DapQ (arXiv 2603.11564, section 3, tables 1, 5 and 6, figure 2): tokens are read after the prompt, at the answer's
 positions or earlier ones, and their queries in each layer and head are compared with those of the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,13 +39,29 @@ class _QueriedLayer(ObservedLayer):
 
 @torch.no_grad()
 def query_similarity(
-    model: PreTrainedModel, prompt: Sequence[int], answer_tokens: int, seed: int = 0
-) -> dict[tuple[str, float], tuple[float, float]]:
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    answer_tokens: int,
+    seed: int = 0,
+    text: Sequence[int] = (),
+    drawn: Mapping[str, int] | None = None,
+) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """Compare the queries of tokens after a prompt with those of the model's own greedy answer.
 
-    The result has by content (`same`, or `other`, drawn uniformly from the vocabulary as in appendix A.1.2) and
-    position (one of `POSITIONS`) the cosine similarity after and before RoPE, mean over layers, heads and tokens.
-    UserError: some layer has no full attention, or its RoPE cannot be undone.
+    Args:
+        model: The base model.
+        prompt: Its token ids.
+        answer_tokens: Longest answer.
+        seed: Seed of random tokens and drawn positions.
+        text: Token ids that are repeated up to the answer's length, as a further content.
+        drawn: Further places by name: a span that begins at a position drawn below this number (appendix A.1.2).
+
+    Returns:
+        By content (`same`; `other`, drawn uniformly from the vocabulary; `text`) and place (one of `POSITIONS` as
+        text, or a name of `drawn`) the cosine similarity after and before RoPE, [L, H] float32 each, mean over tokens.
+
+    Raises:
+        UserError: some layer has no full attention, or its RoPE cannot be undone.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary, _ = input_shape(model)
@@ -57,14 +74,19 @@ def query_similarity(
         )
     draft = greedy_draft(model, state.copy(), answer_tokens)
     ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]
-    random_ids = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)
+    contents = {"same": ids, "other": torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)}
+    if text:
+        repeated = [text[index % len(text)] for index in range(ids.shape[1])]
+        contents["text"] = torch.tensor([repeated], device=ids.device)
     length = int(state.lengths[0])
+    places = {f"{share:g}": round(share * length) for share in POSITIONS}
+    for name, end in (drawn or {}).items():
+        places[name] = int(torch.randint(min(end, length), (1,), generator=generator))
+
     queries_of_answer = _queries(model, state.cache, ids, length)
     similarities = {}
-    for content, tokens in (("same", ids), ("other", random_ids)):
-        for share in POSITIONS:
-            queries = _queries(model, state.cache, tokens, round(share * length))
-            similarities[content, share] = _similarity(queries_of_answer, queries)
+    for (content, tokens), (place, first) in product(contents.items(), places.items()):
+        similarities[content, place] = _similarity(queries_of_answer, _queries(model, state.cache, tokens, first))
     return similarities
 
 
@@ -81,11 +103,11 @@ def _queries(model: PreTrainedModel, cache: Any, ids: Tensor, first: int) -> lis
     return queries
 
 
-def _similarity(queries: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Mean cosine similarity after and before RoPE."""
+def _similarity(queries: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Cosine similarity after and before RoPE, [L, H] each, mean over tokens."""
     similarities_after = []
     similarities_before = []
     for (after, before), (other_after, other_before) in zip(queries, others, strict=True):
-        similarities_after.append(functional.cosine_similarity(after, other_after, dim=-1))
-        similarities_before.append(functional.cosine_similarity(before, other_before, dim=-1))
-    return float(torch.stack(similarities_after).mean()), float(torch.stack(similarities_before).mean())
+        similarities_after.append(functional.cosine_similarity(after, other_after, dim=-1)[0].mean(dim=-1))
+        similarities_before.append(functional.cosine_similarity(before, other_before, dim=-1)[0].mean(dim=-1))
+    return torch.stack(similarities_after), torch.stack(similarities_before)

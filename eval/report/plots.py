@@ -221,8 +221,9 @@ def predicted_plot(rows: Frame, by_place: Frame | None, points: Mapping[str, lis
     panels = []
     for (task, length), rows_of_task in rows.groupby(["task", "length"]):
         prompts = f"{task}, {length} tokens"
-        panels.append(Panel(f"{prompts}: recall", HitCurves(rows_of_task, "recall", styles), task, length))
-        panels.append(Panel(f"{prompts}: attention mass", HitCurves(rows_of_task, "mass", styles), task, length))
+        for title, measure in (("recall", "recall"), ("attention mass", "mass")):
+            curves = HitCurves(rows_of_task, measure, styles, "KV entries per head")
+            panels.append(Panel(f"{prompts}: {title}", curves, task, length))
     if by_place is not None and "layer" in by_place:
         largest = by_place[by_place["budget"] == by_place["budget"].max()]
         means = largest.groupby(["method", "layer"], sort=False)[["recall", "cosine"]].mean().reset_index()
@@ -231,6 +232,22 @@ def predicted_plot(rows: Frame, by_place: Frame | None, points: Mapping[str, lis
     for name, pairs in points.items():
         panels.append(Panel(f"{label_of(name)}: a point a token", Scatter(pairs, styles[name])))
     return Plot("importance", panels, styles, columns=2)
+
+
+def queries_plot(rows: Frame, by_layer: bool) -> Plot:
+    """Similarity of queries: boxes of the prompts' means, curves by position, and means by layer (DapQ, figure 2)."""
+    of_prompts = rows.groupby(["content", "position", "prompt"], sort=False)["after RoPE"].mean().reset_index()
+    panels = [
+        Panel("after RoPE, a value a prompt", Boxes(of_prompts)),
+        Panel("after RoPE, by position", PositionCurves(of_prompts)),
+    ]
+    if by_layer:
+        answers_place = rows[rows["position"] == "1"]
+        panels.append(Panel("by layer, at the answer's positions", QueryLayers(answers_place, "after RoPE")))
+        panels.append(
+            Panel("by layer, at the prompt's start", QueryLayers(rows[rows["position"] == "0"], "after RoPE"))
+        )
+    return Plot("queries", panels, columns=2)
 
 
 # What panels draw
@@ -364,6 +381,7 @@ class HitCurves:
     rows: Frame
     measure: str
     styles: Styles
+    of_budget: str = "KV entries read per step and head"
 
     def __call__(self, axes: Axes) -> None:
         """Draw them."""
@@ -375,7 +393,7 @@ class HitCurves:
         look(axes)
         axes.set_ylim(0, 1.04)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_xlabel("budget (KV entries read per step and head)")
+        axes.set_xlabel(f"budget ({self.of_budget})")
 
 
 @dataclass(frozen=True)
@@ -393,6 +411,64 @@ class LayerCurves:
             axes.plot(rows_of_method["layer"], rows_of_method[self.measure], style.line, color=style.colour)
         look(axes)
         axes.set(xlabel="layer", ylabel=self.measure)
+
+
+_CONTENT_COLOURS = {"same": "#0072B2", "other": "#D55E00", "text": "#009E73"}
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """A box for each content and position: the median, the quartiles and the range."""
+
+    rows: Frame
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        names = []
+        values = []
+        for (content, position), group in self.rows.groupby(["content", "position"], sort=False):
+            names.append(f"{content}, {position}")
+            values.append(group["after RoPE"].to_numpy())
+        axes.boxplot(values, whis=(0, 100), widths=0.6, medianprops={"color": "#D55E00"})
+        axes.set_xticks(range(1, len(names) + 1), names, rotation=90)
+        axes.set_ylabel("cosine similarity")
+        look(axes)
+        axes.tick_params(axis="x", labelsize=6)
+
+
+@dataclass(frozen=True)
+class PositionCurves:
+    """One line a content: the mean over prompts by position, drawn positions left out."""
+
+    rows: Frame
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        shares = pd.to_numeric(self.rows["position"], errors="coerce")
+        placed = self.rows.assign(share=shares).dropna(subset=["share"])
+        for content, of_content in placed.groupby("content", sort=False):
+            means = of_content.groupby("share")["after RoPE"].mean()
+            axes.plot(means.index, means, "o-", color=_CONTENT_COLOURS[str(content)], markersize=4, label=content)
+        axes.legend(frameon=False, fontsize=8)
+        look(axes)
+        axes.set(xlabel="position, a share of the prompt", ylabel="cosine similarity")
+
+
+@dataclass(frozen=True)
+class QueryLayers:
+    """One line a content: the mean of each layer."""
+
+    rows: Frame
+    measure: str
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        for content, of_content in self.rows.groupby("content", sort=False):
+            means = of_content.groupby("layer")[self.measure].mean()
+            axes.plot(means.index, means, color=_CONTENT_COLOURS[str(content)], label=content)
+        axes.legend(frameon=False, fontsize=8)
+        look(axes)
+        axes.set(xlabel="layer", ylabel="cosine similarity")
 
 
 @dataclass(frozen=True)

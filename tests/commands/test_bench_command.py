@@ -190,6 +190,9 @@ IN_FOLDERS = {
     "ops adapter=adapter budgets=[48] methods=[snapkv] tokens=90": ("ops",),
     "serve adapter=adapter budgets=[48] methods=[snapkv] tokens=90 answer_tokens=6 requests=2 rows=2": ("serve",),
     "queries tokens=320 answer_tokens=3 samples=2": ("queries",),
+    "queries tasks=[niah_single] tokens=320 answer_tokens=3 samples=2 by=[layer,head] text=So drawn={near:9}": (
+        *("queries", "queries_by_layer_head"),
+    ),
     "speculate draft.head=draft tokens=320 answer_tokens=6 samples=2": ("speculate",),
     "retrieve retrieval=head tokens=300 samples=2 lengths=[200] budgets=[40] repeats=1 answer_tokens=3": (
         *("steps", "traffic"),

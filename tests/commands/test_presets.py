@@ -15,7 +15,7 @@ from keepsight.commands.parse import parse
 from keepsight.commands.recipe import Preset, presets, table_of
 from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.benchmark import protocol_named
-from keepsight.eval.tasks.registry import tasks_of
+from keepsight.eval.tasks.registry import Benchmarks, tasks_of
 from keepsight.files import read_json, read_jsonl
 from keepsight.models.card import Provenance
 from keepsight.models.retrieval_head import RetrievalHead
@@ -43,13 +43,16 @@ def test_every_table_names_what_is_there(name: str) -> None:
         (Path("milebench") / data_set / f"{data_set}.json").write_text("{}")
     preset, config = parsed(name)
     assert table_of(config) == preset.table == yaml.safe_load(FILES[name].read_text("utf-8"))["table"]
-    bits = getattr(config, "bits", [])
-    variants = variants_of(config.methods, config.budgets, bits, resources_of(config, without_weights(config)))
-    assert len({each.cell for each in variants}) == len(variants) > 0
-    assert {each.budget for each in variants} <= {None, *config.budgets}
-    if isinstance(config, TaskKeys):
+    if hasattr(config, "methods"):
+        bits = getattr(config, "bits", [])
+        variants = variants_of(config.methods, config.budgets, bits, resources_of(config, without_weights(config)))
+        assert len({each.cell for each in variants}) == len(variants) > 0
+        assert {each.budget for each in variants} <= {None, *config.budgets}
+    if isinstance(config, Benchmarks):
         config.milebench.dir = "milebench"
-        assert all(tasks_of(config, task, protocol_named(config.protocol)) for task in config.tasks)
+        tasks: list[str] = getattr(config, "tasks")  # noqa: B009 - Benchmarks alone has none
+        protocol = protocol_named(getattr(config, "protocol", "reference"))
+        assert all(tasks_of(config, task, protocol) for task in tasks)
 
 
 def test_arguments_are_above_the_preset_and_it_above_the_recipe() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from keepsight.eval.hits import Answering, answering, best_shared, compare, entries_kept, entries_read
-from keepsight.eval.query_similarity import POSITIONS, query_similarity
+from keepsight.eval.query_similarity import query_similarity
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.methods import ExactTopK, Quest, SnapKV, SpeContext
 from keepsight.runtime.methods.drafts import OwnAnswer
@@ -148,17 +148,31 @@ def projected(model: Any, ids: torch.Tensor, positions: torch.Tensor, count: int
 def test_the_answers_own_tokens_elsewhere_and_others_in_its_place() -> None:
     model, (ids, _) = tiny_model("llama"), prompt_ids(40)
     found = query_similarity(model, ids[0].tolist(), 6)
-    assert [*found] == [*product(("same", "other"), POSITIONS)]
-    assert found["same", 1.0] == pytest.approx((1, 1), abs=1e-5)
-    after, before = found["other", 1.0]
-    assert after == pytest.approx(before, abs=1e-5)  # the same turn on both sides
+    assert [*found] == [*product(("same", "other"), ("1", "0.75", "0.5", "0.25", "0"))]
+    heads = model.config.num_attention_heads
+    assert found["same", "1"][0].shape == (model.config.num_hidden_layers, heads)
+    for similarity in found["same", "1"]:
+        assert_close(similarity, torch.ones_like(similarity))
+    assert_close(*found["other", "1"])  # the same turn on both sides
     answer = OwnAnswer(6)(model, prefill(model, ids))
     answer_ids = answer.ids if answer.mask is None else answer.ids[:, answer.mask[0]]
     both, count = torch.cat([ids, answer_ids], dim=1), answer_ids.shape[1]
     own = projected(model, both, torch.arange(40 + count), count)
     moved = projected(model, both, torch.cat([torch.arange(40), torch.arange(20, 20 + count)]), count)
-    assert found["same", 0.5][1] == pytest.approx(float(cosine_similarity(own, moved, dim=-1).mean()), abs=1e-5)
-    assert found["same", 0.5][0] < found["same", 1.0][0]
+    expected = cosine_similarity(own, moved, dim=-1).reshape(len(own), -1, heads).mean(dim=1)
+    assert_close(found["same", "0.5"][1], expected)
+    assert found["same", "0.5"][0].mean() < found["same", "1"][0].mean()
+
+
+def test_a_text_and_drawn_places_are_compared_too() -> None:
+    model, (ids, _) = tiny_model("llama"), prompt_ids(40)
+    found = query_similarity(model, ids[0].tolist(), 6, 3, text=[5, 6], drawn={"first 9": 9, "anywhere": 4000})
+    contents, places = ("same", "other", "text"), ("1", "0.75", "0.5", "0.25", "0", "first 9", "anywhere")
+    assert [*found] == [*product(contents, places)]
+    drawn = {place: found["same", place][0] for place in ("first 9", "anywhere")}
+    again = query_similarity(model, ids[0].tolist(), 6, 3, drawn={"first 9": 9, "anywhere": 4000})
+    assert all(torch.equal(again["same", place][0], value) for place, value in drawn.items())
+    assert not torch.allclose(drawn["first 9"], found["same", "1"][0])
 
 
 def test_sliding_windows_are_refused() -> None:
