@@ -221,6 +221,15 @@ def embedding_scale(model: PreTrainedModel) -> float:
     return float(getattr(module, "embed_scale", 1.0))
 
 
+def embedding_spread(model: PreTrainedModel) -> Tensor:
+    """The standard deviation, as a tensor without dimensions, of the input embeddings as the first layer reads them."""
+    norm: Any = getattr(model.get_input_embeddings(), "embed_norm", None)
+    if norm is not None:  # Inkling's embedding normalises each
+        gain: Tensor = norm.weight
+        return gain.detach().float().square().mean().sqrt()
+    return input_embedding(model).float().std() * embedding_scale(model)
+
+
 def embedded_inputs(model: PreTrainedModel, embeddings: Tensor) -> dict[str, Any]:
     """What the decoder takes for input embeddings [B, n, hidden], of tokens or of soft tokens.
 

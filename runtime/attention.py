@@ -37,6 +37,14 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import RESTARTS
 from keepsight.models.transformers_internals import DummyLayer, attention_of_config, set_attention_of_config
 from keepsight.runtime.decision_channels import decisions_left_out, holds_decisions, without_decisions
+from keepsight.runtime.distance_bias import (
+    CHANNELS,
+    DistanceBias,
+    bank_of,
+    has_distance_bias,
+    relative_states,
+    with_positions,
+)
 from keepsight.runtime.indexer import masks_of_layers, selected
 from keepsight.runtime.rope_length import counted_lengths
 
@@ -62,11 +70,19 @@ class Softmax(NamedTuple):
         softcap: Logits are squashed by tanh to between -softcap and softcap (Gemma 2); None for none.
         sinks: [H], for each query head a logit that takes its share of the weights and has no value (GPT-OSS); None
             for none.
+        bias: Adds to the logits what the distance of query and key is worth (Inkling): both then have further channels,
+            which take no part in the product. None for none.
     """
 
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    bias: DistanceBias | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are a softmax of the scaled products alone."""
+        return self.softcap is None and self.sinks is None and self.bias is None
 
     def logits(self, grouped: Tensor, keys: Tensor) -> Tensor:
         """Queries [..., r, d] and keys [..., S, d] -> [..., r, S] float32.
@@ -74,6 +90,10 @@ class Softmax(NamedTuple):
         16-bit queries and keys are multiplied in float32: in float16 products overflow where an attention kernel's do
         not, in bfloat16 they are off by 2%. With gradients bfloat16 stays: autograd would store float32 keys.
         """
+        if self.bias is not None:
+            width = keys.shape[-1] - CHANNELS
+            without_bias = self._replace(bias=None)
+            return without_bias.logits(grouped[..., :width], keys[..., :width]) + self.bias(grouped, keys)
         if keys.dtype == torch.float16 or (keys.dtype == torch.bfloat16 and not torch.is_grad_enabled()):
             grouped = grouped.float()
             keys = keys.float()
@@ -108,8 +128,15 @@ class Softmax(NamedTuple):
             return None
         return self.sinks.float().view(kv_heads, -1).repeat_interleave(rows, dim=1)[..., None]
 
-    def normalised(self, logits: Tensor) -> Tensor:
-        """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf; may overwrite `logits`."""
+    def normalised(self, logits: Tensor, grouped: Tensor | None = None) -> Tensor:
+        """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf; may overwrite `logits`.
+
+        `grouped` are their queries, [B, K, (H / K) x q, d], which may have sinks of their own.
+        """
+        if self.bias is not None and self.bias.has_sinks:
+            assert grouped is not None
+            sinks = self.bias.sinks(grouped).reshape(*logits.shape[:-1], 1)
+            return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
         if self.sinks is None:
             # In place: a second tensor of this size would be allocated and freed in each layer, which is slow on a CPU.
             if logits.is_cpu and not torch.is_grad_enabled():
@@ -124,7 +151,8 @@ Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
 """Called in every layer with attention, with the layer's index, its queries [B, H, q, d], all keys they may see
 [B, K, S, d] (both after RoPE; of a ragged layer the new ones alone), its softmax, the keys' padding [B, K, S] bool
 (False for padding) where it differs by head, else None, and the mask that the model made, in the form of the
-implementation that was loaded. The queries are those of the last q of the S positions."""
+implementation that was loaded. The queries are those of the last q of the S positions. Queries and keys have further
+channels where the softmax has a bias."""
 
 
 class OwnAttention(ABC):
@@ -173,6 +201,8 @@ _PLAIN = ("sdpa", "eager", "flex_attention")
 """Implementations that do not look up their own name in the configuration while they run."""
 _FEW_TOKENS = 64
 """Passes of at most so many tokens, such as decoding steps, attend without cuDNN."""
+_ROWS_AT_ONCE = 128
+"""Queries whose logits are made at once where there is no kernel for them."""
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
@@ -243,14 +273,25 @@ class OpenCache(Cache):
 
     Attributes:
         updated: The layer whose entries were read last; None before the first.
+        positions: [B or 1, q] int64, those of the tokens that are read, where attention has a bias of the distance;
+            None elsewhere.
     """
 
     updated: int | None = None
+    positions: Tensor | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updated = layer_idx
+        if self.positions is not None and not is_bounded(self.layers[layer_idx]):
+            key_states = with_positions(key_states, self.positions)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @override
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        if self.positions is None:
+            return super().get_query_offset(layer_idx)
+        return self.positions[:, -1].amax() + 1 - self.positions.shape[1]  # a tensor: the device is not waited for
 
     @property
     def _states(self) -> Cache:
@@ -331,6 +372,8 @@ def run(
                 )
     if isinstance(cache, StateCache) and isinstance(uncompiled, nn.Module):  # readers open it themselves
         cache = cache.opened()
+    if isinstance(cache, OpenCache) and has_distance_bias(model.config):
+        cache.positions = _positions_in(inputs, cache)
     kind = model.config.model_type
     if kind in RESTARTS and _tokens_in(inputs) > 1 and cache.get_seq_length() > 0:
         raise UserError(
@@ -351,6 +394,7 @@ def run(
         counted_lengths(uncompiled, rope_lengths),
         decisions_left_out(uncompiled) if isinstance(uncompiled, nn.Module) else nullcontext(),
         masks_of_layers(uncompiled, cache),
+        relative_states(uncompiled),
         _current(model.config.get_text_config(decoder=True), recorder, cache),
     ):
         output = uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
@@ -454,6 +498,15 @@ def _tokens_in(inputs: dict[str, Any]) -> int:
     return embeddings.shape[1]
 
 
+def _positions_in(inputs: dict[str, Any], cache: Cache) -> Tensor:
+    """Positions [B or 1, q] int64 of the tokens of a pass, from the arguments of a model."""
+    positions: Tensor | None = inputs.get("position_ids")
+    if positions is not None:
+        return positions
+    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    return cache.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Within the block, what `torch.compile` compiled runs as it was: compiled graphs know nothing of recorders.
@@ -522,14 +575,8 @@ def _attention(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
         softmax = Softmax(scale, softcap, options.get("s_aux"))
-        if options.get("position_bias") is not None:
-            kind = module.config.model_type  # type: ignore[union-attr]
-            raise UserError(
-                f"{kind} adds a bias of the distance to its attention, which scores would leave out; load a model "
-                "without, such as Llama, Qwen, Mistral or Gemma",
-                field="model",
-                code="model",
-            )
+        if options.get("position_bias") is not None and (layer is None or not is_bounded(layer)):
+            query, softmax = _with_bias(module, query, softmax, entries, options)
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             raise UserError(
                 f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
@@ -550,10 +597,12 @@ def _attention(
             return grouped_attention(query, key, value, mask, softmax), None
         if real is not None:
             return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
+        if softmax.bias is not None:
+            return _biased_attention(query, key, value, attention_mask, softmax), None
 
         # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
         has_few_queries = query.shape[1] * query.shape[2] <= key.shape[2]
-        is_plain = not (options.get("dropout") or softmax.softcap)
+        is_plain = not (options.get("dropout") or softmax.softcap or options.get("position_bias") is not None)
         if loaded == "sdpa" and attention_mask is not None and has_few_queries and is_plain:
             return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
 
@@ -563,6 +612,54 @@ def _attention(
     if loaded not in _PLAIN:
         module = _under_loaded_name(module, loaded)
     return function(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+
+def _with_bias(
+    module: nn.Module, query: Tensor, softmax: Softmax, entries: Cache | None, options: dict[str, Any]
+) -> tuple[Tensor, Softmax]:
+    """Queries [B, H, q, d] with the channels that the bias of their layer needs, and the softmax that adds it.
+
+    `options` are those of the layer's attention; the model is in a block of `relative_states`.
+    """
+    bank = bank_of(module)
+    if bank is None or not isinstance(entries, OpenCache) or entries.positions is None:
+        kind = module.config.model_type  # type: ignore[union-attr]
+        raise UserError(
+            f"{kind} adds a bias to its attention in a way that is not known, which scores would leave out; load a "
+            "model without, such as Llama, Qwen, Mistral or Gemma",
+            field="model",
+            code="model",
+        )
+    sinks: Tensor | None = options.get("sinks")
+    channels = [with_positions(query, entries.positions), options["position_bias"].to(query.dtype)]
+    if sinks is not None:
+        channels.append(sinks.to(query.dtype))
+    return torch.cat(channels, dim=-1), softmax._replace(bias=DistanceBias(bank, has_sinks=sinks is not None))
+
+
+def _biased_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, softmax: Softmax) -> Tensor:
+    """`grouped_attention` under the mask that a model made, whatever its form; its logits are made block by block."""
+    queries = query.shape[2]
+    keys = key.shape[2]
+    if mask is not None and not isinstance(mask, Tensor):
+        raise UserError(
+            "a bias of the distance is not added under flex attention; load the model with attn_implementation='sdpa'",
+            field="attn_implementation",
+            code="model",
+        )
+    outputs = []
+    for start in range(0, queries, _ROWS_AT_ONCE):
+        end = min(start + _ROWS_AT_ONCE, queries)
+        visible_keys = keys - (queries - end)  # no query of the block sees what comes after it
+        if mask is None:
+            block_mask = visible(end - start, key.new_ones(1, 1, visible_keys, dtype=torch.bool))
+        else:
+            block_mask = mask[:, :, start:end, :visible_keys]
+        block = query[:, :, start:end]
+        outputs.append(
+            grouped_attention(block, key[:, :, :visible_keys], value[:, :, :visible_keys], block_mask, softmax)
+        )
+    return torch.cat(outputs, dim=1)
 
 
 def _layer_of(module: nn.Module, entries: Cache | None) -> int:
@@ -621,16 +718,16 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 def attend_grouped(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
     """`grouped_attention` of grouped queries [B, K, r, d] under a mask [B, 1 or K, r, S] -> [B, K, r, d]."""
-    if softmax.softcap is None and softmax.sinks is None:
+    if softmax.is_plain:
         return functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=softmax.scaling)
     logits = softmax.logits(grouped, key)
     if mask is not None and mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, -torch.inf)
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)  # not NaN where padding sees nothing
     elif mask is not None:
         logits = logits + mask
     # Only sinks differ between the query heads of a KV head.
     group = 1 if softmax.sinks is None else len(softmax.sinks) // key.shape[1]
-    weights = softmax.normalised(logits.unflatten(2, (group, -1))).flatten(2, 3)
+    weights = softmax.normalised(logits.unflatten(2, (group, -1)), grouped).flatten(2, 3)
     return weights.to(value.dtype) @ value
 
 

@@ -184,7 +184,7 @@ def attention_weights(
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)
-    return softmax.normalised(logits).flatten(1, 2)
+    return softmax.normalised(logits, grouped).flatten(1, 2)
 
 
 def recorded_queries(layer: KeptLayer, window: int) -> Any:

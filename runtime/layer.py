@@ -23,6 +23,7 @@ from typing_extensions import Self, override
 from keepsight.errors import UserError
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import OwnAttention, Softmax, attend_grouped, visible
+from keepsight.runtime.distance_bias import without_positions
 from keepsight.runtime.rotary import QueryStatistics
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -168,6 +169,7 @@ class KeptLayer(DynamicLayer):
         indexed: Width of the indexer's key, which is stored after each value (`keepsight.runtime.indexer`), so that it
             shares the fate of its entry; 0 without an indexer.
         reads: Upper bound on the number of entries a token reads from the indexer's selection; None for all of it.
+        has_positions: Whether keys are followed by their positions (`keepsight.runtime.distance_bias`).
     """
 
     keys: Tensor
@@ -182,6 +184,7 @@ class KeptLayer(DynamicLayer):
     readers: int = 1
     indexed: int = 0
     reads: int | None = None
+    has_positions: bool = False
 
     def __init__(
         self, keys: Tensor | None = None, values: Tensor | None = None, seen: int = 0, real: Tensor | None = None
@@ -356,6 +359,13 @@ class KeptLayer(DynamicLayer):
         keys, values = self.expansion(entries.keys, values_alone)
         return LayerEntries(keys, values, entries.real)
 
+    def contents(self) -> LayerEntries:
+        """As `attended`, with keys that hold nothing but what is multiplied by queries."""
+        entries = self.attended()
+        if not self.has_positions:
+            return entries
+        return entries._replace(keys=without_positions(entries.keys))
+
     @property
     def kv_heads(self) -> int:
         """Number of KV heads, K."""
@@ -449,6 +459,7 @@ class KeptLayer(DynamicLayer):
         self.readers = layer.readers
         self.indexed = layer.indexed
         self.reads = layer.reads
+        self.has_positions = layer.has_positions
 
 
 class RaggedLayer(OwnAttention, KeptLayer):

@@ -518,7 +518,7 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
     grouped = query.reshape(len(query), kv_heads, -1, query.shape[3])
     padding = None if real is None else ~real[:, :, None]
 
-    if torch.is_grad_enabled() or rows_sharing > 1 or query.element_size() == 2:
+    if torch.is_grad_enabled() or rows_sharing > 1 or query.element_size() == 2 or softmax.bias is not None:
         stored_logits = softmax.logits(_side_by_side(grouped, rows_sharing, queries), keys)
         own_logits = softmax.logits(grouped, own_keys)
         if padding is not None:
@@ -534,7 +534,7 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
         _hide(logits[..., :stored], logits[..., stored:], queries, padding)
 
     by_query_head = logits.unflatten(2, (heads // kv_heads, -1))
-    return softmax.normalised(by_query_head).flatten(2, 3)
+    return softmax.normalised(by_query_head, _side_by_side(grouped, rows_sharing, queries)).flatten(2, 3)
 
 
 def _write_products(products: Tensor, grouped: Tensor, keys: Tensor, scaling: float) -> None:

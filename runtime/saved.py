@@ -34,6 +34,7 @@ from keepsight.models.decoder import (
 from keepsight.models.identity import Identity, adapters_digest, identity_of, tensors_digest
 from keepsight.models.transformers_internals import DummyLayer
 from keepsight.runtime.attention import Softmax, StateCache, is_bounded, recurrent_of
+from keepsight.runtime.distance_bias import bias_of, positions_in, rejoined, without_positions
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
@@ -337,7 +338,18 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
         tensors["values"] = layer.values
         if isinstance(layer, KeptLayer):
             tensors["real"] = layer.real
+    if isinstance(layer, KeptLayer) and layer.has_positions:
+        _separate_positions(tensors)
     return tensors
+
+
+def _separate_positions(tensors: dict[str, Tensor | None]) -> None:
+    """Move the positions that follow a layer's keys to tensors of their own."""
+    for name in ("keys", "kept_keys"):
+        keys = tensors.get(name)
+        if keys is not None:
+            tensors[name] = without_positions(keys)
+            tensors[f"{name}.positions"] = positions_in(keys)
 
 
 def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
@@ -379,8 +391,11 @@ def _state_of_tensors(
         window = 0 if queries is None else queries.shape[2]
         statistics_tensors = _named(tensors, f"trace.queries.{index}.")
         statistics = QueryStatistics(**statistics_tensors) if statistics_tensors else None
+        bias = None
+        if queries is not None and layer.origin is not None:
+            bias = bias_of(layer.origin[0], layer.origin[1], queries)
         layer.recorded = Recorded(
-            Softmax(*scaling_and_softcap, tensors.get(f"trace.sinks.{index}")),
+            Softmax(*scaling_and_softcap, tensors.get(f"trace.sinks.{index}"), bias),
             queries,
             query_mask=_last_columns(tokens_mask, window, layer.keys.device),
             ahead=_last_columns(tokens_ahead, window, layer.keys.device),
@@ -412,6 +427,9 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
             update_state(tensor, state_idx=int(state_index))
         return layer
 
+    for name in ("keys", "kept_keys"):
+        if f"{name}.positions" in tensors:
+            tensors = {**tensors, name: rejoined(tensors[name], tensors[f"{name}.positions"])}
     keys = tensors["keys"]
     values = tensors["values"]
     if is_bounded(layer):

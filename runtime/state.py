@@ -48,6 +48,7 @@ from keepsight.runtime.attention import (
     run,
 )
 from keepsight.runtime.beside import Beside, can_read_beside, run_beside
+from keepsight.runtime.distance_bias import STATISTICS, STORES_ENTRIES, has_distance_bias, left_out
 from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
@@ -414,6 +415,8 @@ class Recorder:
             accumulated = self._accumulated(before.accumulated, query, key, softmax, real)
             self.seconds += time.perf_counter() - start
         if self.needs.statistics:
+            if softmax.bias is not None:
+                raise left_out(STATISTICS)
             statistics = self._statistics(layer, before.statistics, query)
         layer.recorded = Recorded(
             softmax, queries, query_mask, ahead, accumulated, self._scores, statistics, scored=before.scored
@@ -902,6 +905,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
             layer = KeptLayer()
             if has_indexer:
                 layer.indexed = int(model.config.get_text_config(decoder=True).index_head_dim)
+            layer.has_positions = has_distance_bias(model.config)
             layer.token_mask = mask
             layer.origin = (model, index)
         if recurrent is not None:
@@ -946,7 +950,7 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
                 _require_shareable(new_layer, readers)
                 new_layer.readers = readers
             if isinstance(new_layer, OwnAttention) and not new_layer.can_be_shared:
-                require_no_indexer(layer)
+                require_plain_entries(layer)
         elif isinstance(layer, DynamicLayer):
             new_layer = copy.copy(layer)  # a window's tensors are replaced when it slides
         else:
@@ -990,8 +994,10 @@ def _require_shareable(layer: Any, readers: int) -> None:
         )
 
 
-def require_no_indexer(layer: Any) -> None:
-    """Refuse (`UserError`) a layer with an indexer, which a method would read, or store, in its own way."""
+def require_plain_entries(layer: Any) -> None:
+    """Refuse (`UserError`) a layer whose entries hold more than keys and values, for a method that would lose it."""
+    if getattr(layer, "has_positions", False):
+        raise left_out(STORES_ENTRIES)
     if getattr(layer, "indexed", 0):
         raise UserError(
             "an indexer of this model selects what is read, and this method stores or reads entries in its own way; "
@@ -1055,8 +1061,10 @@ def _bounded_bytes(layer: Any, appended: int) -> int:
     size = _bytes(layer)
     if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None or not size:
         return size
+    recurrent = recurrent_of(layer)
+    beside = 0 if recurrent is None else _bytes(recurrent)
     present = layer.keys.shape[2]
-    return size // present * max(present, min(present + appended, layer.sliding_window - 1))
+    return beside + (size - beside) // present * max(present, min(present + appended, layer.sliding_window - 1))
 
 
 def _bytes(layer: Any) -> int:

@@ -25,6 +25,18 @@ WINDOW = 12
 _MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16, "ssm_state_size": 8}
+_INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": WINDOW,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "d_rel": 4,
+    "rel_extent": 16,  # shorter than the prompts of the tests
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 # Name -> (model type of transformers, changes of the configuration).
@@ -143,6 +155,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GPT-2": ("gpt2", {"num_key_value_heads": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
     "StableLM": ("stablelm", {"partial_rotary_factor": 0.5}),
+    # Without scaling by the length of the text, of which transformers takes padding for a part.
+    "Inkling": ("inkling_text", _INKLING | {"logits_mup_width_multiplier": 1.0}),
+    "Inkling 2": ("inkling2_text", _INKLING | {"unpadded_vocab_size": 128, "log_scaling_n_floor": 20}),
     "Nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
 }
 """Further families, which only `tests/runtime/test_families.py` and `test_hybrid.py` run."""

@@ -15,6 +15,7 @@ from typing_extensions import Self, override
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_layers, decoder_of, entry_owners, full_attention_layers
 from keepsight.runtime.attention import recording, same_passes
+from keepsight.runtime.distance_bias import relative_states
 from keepsight.train.dataset import Batch
 from keepsight.train.replay import ReplayBuffer, TeacherOutputs
 from keepsight.train.settings import TrainSettings
@@ -205,7 +206,7 @@ def recomputed(
 
     @contextmanager
     def recomputation(under_way: AbstractContextManager[None]) -> Iterator[None]:
-        with under(), recording(decoder), under_way:
+        with under(), recording(decoder), relative_states(decoder), under_way:
             yield
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -78,8 +78,9 @@ class TeacherOutputs:
         for empty_layer, tensors in zip(empty_cache(model).layers, self.layers, strict=True):
             cast_tensors = {}
             for name, tensor in tensors.items():
-                is_recurrent = name.startswith("recurrent")  # in float32 in models of any dtype
-                cast_tensors[name] = tensor if is_recurrent else tensor.to(model.dtype)
+                # Recurrent states are in float32 in models of any dtype.
+                stays = name.startswith("recurrent") or not tensor.is_floating_point()
+                cast_tensors[name] = tensor if stays else tensor.to(model.dtype)
             layers.append(layer_of_tensors(empty_layer, cast_tensors, length))
         return Cache(layers=layers)
 

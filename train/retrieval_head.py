@@ -23,6 +23,7 @@ from keepsight.models.decoder import decoder_of, full_attention_layers, require_
 from keepsight.models.distributed import divided
 from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.runtime.attention import Softmax, recording
+from keepsight.runtime.distance_bias import require_no_distance_bias
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
 from keepsight.runtime.state import positions_of
@@ -224,6 +225,7 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
     def __init__(self, head: RetrievalHead, model: PreTrainedModel, settings: RetrievalHeadSettings) -> None:
         super().__init__()
         require_full_attention(model)
+        require_no_distance_bias(model)
         self.head = head
         self.settings = settings
         self.model = model.requires_grad_(False).eval()

@@ -12,6 +12,7 @@ from typing_extensions import override
 from keepsight.errors import Budget, Positive, Share, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.distance_bias import without_positions
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, recorded_queries
 from keepsight.runtime.layer import KeptLayer, LayerEntries, kept_columns
@@ -99,7 +100,8 @@ class LeverageAndBlocks(LayerObserver):
         assert layer.origin is not None
         first_position = layer.get_seq_length() - width - padding
         positions = torch.arange(columns.start, columns.stop, device=keys.device) + first_position
-        unrotated = Rotary(*layer.origin, latent=True).undone(row_keys[None].float(), positions[None])[0]
+        bare_keys = without_positions(row_keys) if layer.has_positions else row_keys
+        unrotated = Rotary(*layer.origin, latent=True).undone(bare_keys[None].float(), positions[None])[0]
         leverage = leverage_scores(unrotated, self.sketch, self.seed)
         blend = self._evicted_share(width - padding) if self.blend is None else self.blend
         return blend * _standardised(leverage) + _standardised(attention)
@@ -152,7 +154,7 @@ def attention_in_blocks(queries: Tensor, keys: Tensor, softmax: Softmax, block: 
         block_queries = queries[None, :, start : start + block]
         grouped = block_queries.reshape(1, kv_heads, -1, block_queries.shape[3])
         logits = softmax.logits(grouped, block_keys)
-        weights = softmax.normalised(logits.unflatten(2, (-1, block_keys.shape[2])))
+        weights = softmax.normalised(logits.unflatten(2, (-1, block_keys.shape[2])), grouped)
         blocks.append(weights[0].sum(dim=2).mean(dim=1))
     return torch.cat(blocks, dim=-1)
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 from keepsight.errors import Positive, Share, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation
+from keepsight.runtime.distance_bias import STATISTICS, require_no_distance_bias
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, reduce_group
 from keepsight.runtime.layer import KeptLayer
@@ -91,6 +92,10 @@ class ExpectedQueries(LayerObserver):
     def needs(self) -> Needs:
         return Needs(statistics=True)
 
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
+        require_no_distance_bias(model, STATISTICS)
+
 
 @registry.method("expected_attention", label="Expected Attention")
 @dataclass(frozen=True)
@@ -156,6 +161,10 @@ class Trigonometric(Observer):
     @override
     def needs(self) -> Needs:
         return Needs(statistics=True)
+
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
+        require_no_distance_bias(model, STATISTICS)
 
     def _score(self, layer: KeptLayer) -> Tensor:
         """A layer's scores by query head, [B, H, C] float32."""

@@ -34,7 +34,7 @@ class DistinctKeys(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        keys, _, real = layer.attended()
+        keys, _, real = layer.contents()
         directions = functional.normalize(keys.float(), dim=-1)
         counted = directions if real is None else directions * real[..., None]
         anchor = functional.normalize(counted.sum(dim=2, keepdim=True), dim=-1)
@@ -71,7 +71,7 @@ class Leverage(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        entries = layer.attended()
+        entries = layer.contents()
         real = entries.marks
         key_norms = entries.keys.float().square().sum(dim=-1) * real
         value_norms = entries.values.float().square().sum(dim=-1) * real

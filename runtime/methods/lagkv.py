@@ -36,7 +36,7 @@ class LagRelative(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        entries = layer.attended()
+        entries = layer.contents()
         batch, kv_heads, width, _ = entries.keys.shape
         lengths = entries.marks.sum(dim=-1).expand(batch, kv_heads)
         scores = torch.zeros(batch, kv_heads, width, dtype=torch.float32, device=entries.keys.device)

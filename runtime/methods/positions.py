@@ -275,7 +275,7 @@ class ShortKeys(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        return -layer.entries().keys.float().norm(dim=-1)
+        return -layer.contents().keys.float().norm(dim=-1)
 
 
 @registry.method("key_norm")

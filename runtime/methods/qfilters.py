@@ -89,7 +89,7 @@ class FilteredKeys(Observer):
         self.check_model(model)
         scores = []
         for index, layer in zip(full_attention_layers(model.config), state.layers, strict=True):
-            keys = layer.attended().keys.float()
+            keys = layer.contents().keys.float()
             direction = self.filters.directions[index].to(keys.device)
             scores.append(-(keys * direction[None, :, None]).sum(dim=-1))
         return scores

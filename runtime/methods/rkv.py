@@ -74,7 +74,7 @@ class Redundancy(LayerObserver):
 
     def _redundancy(self, layer: KeptLayer) -> Tensor:
         """[B, K, C] float32: the softmax over entries of their mean similarity to others, computed block by block."""
-        keys, _, real = layer.attended()
+        keys, _, real = layer.contents()
         directions = functional.normalize(keys.float(), dim=-1)
         if real is not None:
             directions = directions * real[..., None]

@@ -16,6 +16,7 @@ from keepsight.errors import UserError, Whole
 from keepsight.models.decoder import full_attention_layers, has_latents, head_width
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, run
+from keepsight.runtime.distance_bias import require_no_distance_bias
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.layer import Counts, KeptLayer, LayerEntries
@@ -192,6 +193,7 @@ class PackedMethod(CacheMethod):
 
     @override
     def check_model(self, model: PreTrainedModel) -> None:
+        require_no_distance_bias(model)
         if has_latents(model):
             raise UserError(
                 f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it "

@@ -13,6 +13,7 @@ from keepsight.errors import Positive, Share, UserError
 from keepsight.models.decoder import has_latents
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, later
+from keepsight.runtime.distance_bias import require_no_distance_bias
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.importance import ROWS_AT_ONCE, recorded_queries, top_mask
@@ -136,6 +137,7 @@ class ThinK(CacheMethod):
 
     @override
     def check_model(self, model: PreTrainedModel) -> None:
+        require_no_distance_bias(model)
         if has_latents(model):
             raise UserError(
                 f"{model.config.model_type} has layers of latent attention; channels can only be dropped where the "

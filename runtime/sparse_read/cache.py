@@ -17,7 +17,7 @@ from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_a
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.readers import TurnReader
-from keepsight.runtime.state import State, require_no_indexer, with_full_layers
+from keepsight.runtime.state import State, require_plain_entries, with_full_layers
 
 
 class Selection(NamedTuple):
@@ -257,7 +257,7 @@ def with_expanded_latents(state: State) -> State:
     For methods that select by keys. It can be compressed, not read: the model appends latents.
     """
     for layer in state.layers:
-        require_no_indexer(layer)
+        require_plain_entries(layer)
     if not any(layer.expansion for layer in state.layers):
         return state
     expanded_layers = []

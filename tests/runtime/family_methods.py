@@ -13,6 +13,7 @@ import pytest
 from keepsight.models.decoder import entry_owners, has_latents, layer_kinds
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.models.lookahead import LookaheadAdapter
+from keepsight.runtime.distance_bias import has_distance_bias
 from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
@@ -66,25 +67,18 @@ OTHERS |= {"llmlingua2", "r2c", "sentence_similarity"}
 directions or patterns; what adds entries; what shortens a prompt with another package or reader."""
 NAMES = [name for name in METHODS if name not in OTHERS]
 _READING = ("exact_topk", "quest", "specontext", "clusterkv", "infllm", "shadowkv")
+_OWN_FORM = ("kivi", "specache", "think", *_READING)
 REFUSED = (
     dict.fromkeys(
         [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache"), ("DeepSeek-V3", "think")],
         "has layers of latent attention; ",
     )
     | {
-        ("Gemma 4 E2B, E4B", name): "read the same entries"
-        for name in (
-            "kivi",
-            "specache",
-            "think",
-            "exact_topk",
-            "quest",
-            "specontext",
-            "clusterkv",
-            "infllm",
-            "shadowkv",
-        )
+        (family, name): "adds a bias by distance"
+        for family in ("Inkling", "Inkling 2")
+        for name in (*_OWN_FORM, "expected_attention", "expected_adakv", "triattention")
     }
+    | {("Gemma 4 E2B, E4B", name): "read the same entries" for name in _OWN_FORM}
     | {
         ("Jamba", name): "read several tokens at once at the start alone"
         for name in ("oracle", "speckv", "dapq", "lookaheadkv", "kvzip", "kvzip+", "kvgrad")
@@ -178,6 +172,7 @@ def family_kinds(family: str) -> set[str]:
         "latents": has_latents(model),
         "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "bias by distance": has_distance_bias(model.config),
         "M-RoPE": "mrope_section" in str(getattr(config, "rope_parameters", None)),
         "learned positions": getattr(config, "rope_parameters", None) is None,
         "shared entries": len({*entry_owners(model.config)}) < config.num_hidden_layers,
@@ -261,6 +256,7 @@ _KINDS = {
     "chunked_attention": "chunked",
     "linear_attention": "linear",
     "hybrid": "full with a recurrent state",
+    "hybrid_sliding": "sliding with a recurrent state",
     "moe": "none",
 }
 

@@ -111,7 +111,13 @@ def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("Falcon-H1", "lookaheadkv"), ("Gemma 4 E2B, E4B", "snapkv"), ("Gemma 4 E2B, E4B", "dapq")]
+    ("family", "name"),
+    [
+        ("Falcon-H1", "lookaheadkv"),
+        ("Gemma 4 E2B, E4B", "snapkv"),
+        ("Gemma 4 E2B, E4B", "dapq"),
+        ("Inkling 2", "lookaheadkv"),
+    ],
 )
 def test_a_model_with_further_kinds_of_layers_is_afterwards_as_it_was(family, name, tmp_path):
     assert_left_as_found(*owned_twice(family), method_of(name, family, tmp_path), {"input_ids": PROMPT})

@@ -68,7 +68,7 @@ def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> Non
     assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4
 
 
-@pytest.mark.parametrize("family", ["Gemma 2", "Gemma 4 E2B, E4B", "Falcon-H1", "Nemotron-H"])
+@pytest.mark.parametrize("family", ["Gemma 2", "Gemma 4 E2B, E4B", "Falcon-H1", "Nemotron-H", "Inkling"])
 @pytest.mark.parametrize("length", [5, 90])
 def test_a_window_grows_until_it_is_full(length: int, family: str) -> None:
     """Beside entries that several layers read, wider heads, and recurrent states."""

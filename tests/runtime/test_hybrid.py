@@ -23,7 +23,7 @@ from tests.refused import refused
 from tests.runtime.family_methods import DRAFT, OPTIONS, REFUSED
 from tests.tiny import prompt_ids
 
-RECURRENT = ["Falcon-H1", "Nemotron-H", "Bamba", "Jamba", "Zamba 2"]
+RECURRENT = ["Falcon-H1", "Nemotron-H", "Bamba", "Jamba", "Zamba 2", "Inkling", "Inkling 2"]
 SHARED = "Gemma 4 E2B, E4B"
 PROMPT = prompt_ids(41)[0]
 METHOD = SnapKV(16, window=8)

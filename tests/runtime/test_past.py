@@ -50,7 +50,16 @@ def test_a_plain_generate_is_refused_and_changes_nothing(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "family",
-    ["Gemma 3 (text)", "Qwen3-Next", "Granite 4 (Mamba-2)", "DeepSeek-V3", "Falcon-H1", "Gemma 4 E2B, E4B", "GPT-2"],
+    [
+        "Gemma 3 (text)",
+        "Qwen3-Next",
+        "Granite 4 (Mamba-2)",
+        "DeepSeek-V3",
+        "Falcon-H1",
+        "Gemma 4 E2B, E4B",
+        "GPT-2",
+        "Inkling",
+    ],
 )
 def test_layers_of_every_kind_stay_as_they_are(family: str) -> None:
     """Layers with a window or a recurrent state may come before the first with full attention."""

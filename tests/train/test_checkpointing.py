@@ -50,7 +50,7 @@ def learned(each: ImportanceObjective, autocast: bool = False) -> tuple[Tensor, 
     return loss.detach(), {name: value.grad for name, value in each.named_parameters() if value.grad is not None}
 
 
-@pytest.mark.parametrize("family", GRID)
+@pytest.mark.parametrize("family", [*GRID, "Inkling"])
 def test_the_gradients_are_the_same_in_every_family(family: str) -> None:
     plain, recomputed = (learned(objective(family, checkpoints)) for checkpoints in (False, True))
     assert torch.equal(recomputed[0], plain[0])

@@ -212,7 +212,7 @@ LOGITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", GRID)
+@pytest.mark.parametrize("family", [*GRID, "Inkling"])
 def test_the_teacher_says_what_the_model_says(family: str) -> None:
     model, ids, words = fresh_model(family, **LOGITS.get(family, {})), prompt_ids(20)[0], torch.arange(3, 90)
     with torch.no_grad():

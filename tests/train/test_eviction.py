@@ -129,7 +129,7 @@ def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
 
 METHOD = Evict(1, RandomScores(seed=5), pool=NO_POOL)
 SETTINGS = FinetuneSettings(budgets=[12])
-FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
+FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next", "Inkling"]
 
 
 def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> EvictionObjective:

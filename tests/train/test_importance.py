@@ -181,7 +181,7 @@ def test_a_row_of_a_batch_without_far_entries_adds_nothing_to_their_divergence()
     assert predicted.grad is not None and predicted.grad[0].any() and not predicted.grad[1].any()
 
 
-@pytest.mark.parametrize("family", GRID)
+@pytest.mark.parametrize("family", [*GRID, "Inkling"])
 def test_importances_are_the_models_own_attention(family: str) -> None:
     lookahead = random_on(fresh_model(family))
     (ids, mask), answer = prompt_ids(30, 17), prompt_ids(5, 5, seed=1)[0]

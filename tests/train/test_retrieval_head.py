@@ -219,9 +219,10 @@ def test_sinks_of_padded_rows_leave_gradients_finite() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in head.parameters())
 
 
-def test_a_model_that_forgets_by_itself_is_refused() -> None:
+@pytest.mark.parametrize("family", ["Mistral with a window", "Inkling"])
+def test_a_model_that_forgets_by_itself_or_adds_a_bias_is_refused(family: str) -> None:
     with refused("model", "model"):
-        objective_of(tiny_retrieval_head("none"), fresh_model("Mistral with a window"), 10)
+        objective_of(tiny_retrieval_head("none"), fresh_model(family), 10)
 
 
 def causal(kv_heads, rows, length, seed):

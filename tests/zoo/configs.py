@@ -122,7 +122,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {"deepstack_layer_map": []},
     "granitemoehybrid": _MAMBA | {"layer_types": _RECURRENT},
-    "inkling_mm_model": {"vision_config": {"patch_size": 8, "temporal_patch_size": 1}},
+    "inkling_mm_model": {"vision_config": {"patch_size": 8, "temporal_patch_size": 2}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 8}},
     "lfm2": _CONVOLUTIONS,
