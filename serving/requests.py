@@ -74,16 +74,24 @@ def _biases(logit_bias: dict[str, float]) -> dict[str, float]:
 IGNORED = frozenset(
     {
         "metadata",
+        "mm_payload",
         "parallel_tool_calls",
         "prediction",
         "priority",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "request_id",
+        "return_mm_kwargs",
+        "return_token_offsets",
+        "routed_experts_prompt_start",
         "safety_identifier",
         "service_tier",
+        "session_id",
         "spaces_between_special_tokens",
         "store",
+        "stream_interval",
+        "truncation_side",
         "user",
     }
 )
@@ -91,6 +99,7 @@ IGNORED = frozenset(
 
 _TEXT_ALONE = "this server answers with text alone; leave it out"
 _NO_PROMPT_TOKENS = "an evicted cache does not have the prompt's own tokens; leave it out"
+_OF_VLLM = "it is for vLLM's server; leave it out"
 _NO_CONSTRAINTS = "this server does not constrain answers so; leave it out"
 NOT_SUPPORTED = {
     "audio": _TEXT_ALONE,
@@ -100,6 +109,7 @@ NOT_SUPPORTED = {
     "functions": "give tools",
     "function_call": "give tools and tool_choice",
     "web_search_options": "this server searches nothing; leave it out",
+    "moderation": "this server moderates nothing; leave it out",
     "verbosity": "models of this server have no such setting; leave it out",
     "echo": "an evicted cache does not have the prompt's own tokens; leave it out (lm-eval: use keepsight-lm-eval)",
     "prompt_logprobs": _NO_PROMPT_TOKENS,
@@ -116,15 +126,25 @@ NOT_SUPPORTED = {
     "guided_choice": _NO_CONSTRAINTS,
     "guided_grammar": _NO_CONSTRAINTS,
     "logits_processors": _NO_CONSTRAINTS,
+    "repetition_detection": "give presence_penalty, frequency_penalty or repetition_penalty",
+    "watermarking": "answers of this server have no watermark; leave it out",
+    "thinking_token_budget": "give reasoning_effort, or chat_template_kwargs of the model's template",
+    "include_reasoning": "the answer has all that the model writes; leave it out",
     "add_special_tokens": "the chat template writes them; leave it out",
     "chat_template": "the server's own is used; give chat_template_kwargs",
     "documents": "write them into a message",
     "mm_processor_kwargs": _TEXT_ALONE,
-    "kv_transfer_params": "it is for vLLM's server; leave it out",
+    "media_io_kwargs": _TEXT_ALONE,
+    "prompt_embeds": "prompts are texts or token ids",
+    "kv_transfer_params": _OF_VLLM,
+    "ec_transfer_params": _OF_VLLM,
+    "vllm_xargs": _OF_VLLM,
     "include_stop_str_in_output": "answers end before a stop; leave it out",
     "skip_special_tokens": "special tokens are no part of an answer; leave it out",
     "return_tokens_as_token_ids": "tokens have their texts; leave it out",
     "return_token_ids": "answers are text; ask /tokenize",
+    "return_prompt_text": "ask /tokenize with return_token_strs",
+    "logprob_token_ids": "give logprobs, and top_logprobs in chats",
 }
 """Fields that would change the answer: what to do in place of each. They are refused unless they have a default."""
 
@@ -135,9 +155,10 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "best_of": (1,),
     "length_penalty": (1,),
-    "skip_special_tokens": (True,),
 }
 """Defaults of fields beside those that say nothing: null, false, and empty texts, lists and objects."""
+_TRUE_BY_DEFAULT = ("include_reasoning", "skip_special_tokens")
+"""Fields of which false is no default."""
 
 
 def unknown_fields(fields: Mapping[str, Any] | None) -> list[str]:
@@ -148,8 +169,11 @@ def unknown_fields(fields: Mapping[str, Any] | None) -> list[str]:
     """
     unknown = []
     for name, value in (fields or {}).items():
-        says_nothing = value is None or value is False or value in ("", [], {})
-        is_default = says_nothing or value in _DEFAULTS.get(name, ())
+        if name in _TRUE_BY_DEFAULT:
+            is_default = value is None or value is True
+        else:
+            says_nothing = value is None or value is False or value in ("", [], {})
+            is_default = says_nothing or value in _DEFAULTS.get(name, ())
         if name in NOT_SUPPORTED and not is_default:
             raise UserError(f"{name}: is not supported; {NOT_SUPPORTED[name]}", field=name, code="conflict")
         if name not in NOT_SUPPORTED and name not in IGNORED:

@@ -136,7 +136,8 @@ VALUES: dict[str, Any] = {
     "verbosity": "low",
     "length_penalty": 1.5,
     "best_of": 4,
-    "skip_special_tokens": "no",
+    "skip_special_tokens": False,
+    "include_reasoning": False,
     "prompt_logprobs": 0,
 }
 
