@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from keepsight.commands import bench_servers
 from keepsight.commands import config_bench as configs
 from keepsight.commands.config_serving import BenchServe
 from keepsight.commands.data import read_mixture
@@ -107,6 +108,13 @@ def decode(config: configs.BenchDecode) -> None:
 
 def serve(config: BenchServe) -> None:
     """Measure batched serving."""
+    if config.servers:
+        _require_out(config)
+        bench_servers.require_alone(config)
+        outline = without_weights(config)
+        with _runner(config, outline, "servers", "workloads", "rounds") as runner:
+            _print(bench_servers.lines(config, runner, outline))
+        return
     target, methods = _methods(config, config.tokens)
     load = config.tokens, config.answer_tokens, config.requests, config.rows
     if config.vllm and (config.interval or config.prefill_tokens != BenchServe.prefill_tokens):

@@ -144,11 +144,16 @@ class BenchServe(Benched):
     """keepsight bench serve: measure the serving of many requests from evicted caches and from full ones.
 
         keepsight bench serve tokens=4096 requests=32 rows=16 methods=snapkv budgets=128
+        keepsight bench serve servers=[stock,own,vllm,paged] workloads=[new,documents] tokens=4000 methods=lookaheadkv
 
     Uses the engine of `keepsight serve`. Prints seconds in all, requests per second, the median time to first token,
     milliseconds per decoding step with a full batch, the median and the 99th percentile of the milliseconds between two
     tokens of an answer, and the memory of the batch's entries. With vllm=true it uses vLLM's engine, and prompts are
     turned into prefixes beforehand, as by `keepsight prefix`.
+
+    With servers= clients ask servers over HTTP, which are started one after the other and take turns. Prints requests
+    per minute, seconds to the first token, milliseconds between two tokens, each as median and 99th percentile, the
+    peak memory of the server's processes, the seconds in which prefixes of documents were made, and failed requests.
 
     Attributes:
         tokens: Prompt length in tokens.
@@ -159,6 +164,16 @@ class BenchServe(Benched):
         prefill_tokens: Tokens of a new prompt that are read at a time while answers run, as for `keepsight serve`; 0
             for whole prompts.
         vllm: Measure vLLM's engine.
+        servers: Servers to measure, with the first of `methods` and of `budgets`: own (keepsight serve), full (the same
+            from full caches), stock (vLLM alone), vllm (vllm=true, with equal heads), paged (vllm=true page=32), inside
+            (vllm=true reader=vllm). A server with other keys of `keepsight serve` is {name: NAME, label: LABEL, KEY:
+            VALUE}.
+        workloads: What clients ask: new (prompts of half of `tokens` to `tokens`), documents (questions on a few
+            documents of `tokens`), chats (of several turns, the first of `tokens`).
+        clients: Number of clients, each with one request at a time; `rows` by default.
+        documents: Number of documents that the requests are about.
+        turns: Turns of a chat.
+        rounds: How often each server has its turn.
     """
 
     methods: Annotated[list[Any], Field(min_length=1)] = field(default_factory=lambda: ["lookaheadkv", "snapkv"])
@@ -170,3 +185,11 @@ class BenchServe(Benched):
     interval: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     prefill_tokens: NonNegativeInt | None = None
     vllm: bool = False
+    servers: list[Any] = field(default_factory=list)
+    workloads: Annotated[list[Annotated[str, one_of("new", "documents", "chats")]], Field(min_length=1)] = field(
+        default_factory=lambda: ["new"]
+    )
+    clients: NonNegativeInt = 0
+    documents: PositiveInt = 5
+    turns: PositiveInt = 8
+    rounds: PositiveInt = 1

@@ -39,6 +39,8 @@ _LARGEST = 1 << 40
 _NO_PATHS = ("prompt", "system", "title", "data_notes", "model.template", "judge.options")
 """Keys of texts, in which a `~` at the start is one; `prompt=@~/FILE` is read at home all the same."""
 _HOME = re.compile(r"(^|[\[,:]\s*)(~(?=[/,\]}]|\w*/)[^,\[\]{}'\"]*)")
+_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[A-Za-z_/][\w./@-]*(?::[\w./@-]+)?", re.IGNORECASE)
+"""Texts that Hydra's grammar takes for texts without quotes."""
 Command = TypeVar("Command", bound=Any)
 
 
@@ -85,7 +87,7 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
         elif "=" in argument:
             overrides.append(argument)
         elif list_key is not None:
-            list_values.append("'" + re.sub(r"(\\*)('|$)", _escaped, argument) + "'")
+            list_values.append(_in_quotes(argument))
         else:
             key = next(positional_keys, None)
             if key is None:
@@ -109,6 +111,24 @@ def _recipe_or_model(override: str) -> str:
         return override
     is_recipe = value in recipe_files("recipe") and not Path(at_home(value)).exists()
     return f"{'recipe' if is_recipe else 'model.id'}={value}"
+
+
+def quoted(value: Any) -> str:
+    """A plain value in Hydra's grammar, as an argument of another command has it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{quoted(element)}" for key, element in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(quoted, value)) + "]"
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) else _in_quotes(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _in_quotes(text: str) -> str:
+    """A text as a quoted one of Hydra's grammar."""
+    return "'" + re.sub(r"(\\*)('|$)", _escaped, text) + "'"
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -131,7 +131,7 @@ def require_evict(method: Method, refusal: str) -> Evict:
 
 def _read_variants(method: Any, bits: list[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, label and options of one of `methods`, once for each value that it varies, and for each of `bits`."""
-    for name, label, options in _varied(*_read_method(method)):
+    for name, label, options in _varied(*read_method(method)):
         yield from _by_bits(name, label, options, bits)
 
 
@@ -180,7 +180,7 @@ def _by_bits(
         yield name, f"{label} bits={width}", {**options, "bits": width}
 
 
-def _read_method(method: Any) -> tuple[str, str, dict[str, Any]]:
+def read_method(method: Any) -> tuple[str, str, dict[str, Any]]:
     """Name, label and options of one of `methods`."""
     if isinstance(method, str):
         options: dict[str, Any] = {"name": method}

@@ -133,12 +133,12 @@ def _is_interleaved(attention: Any, pairs: int) -> bool:
 
 
 @torch.no_grad()
-def turned(model: PreTrainedModel, state: State, entries: int) -> State:
+def turned(model: PreTrainedModel, state: State, entries: int, *, compare: bool = True) -> State:
     """A state with its keys rotated to the positions of a prompt of `entries` tokens, where the next token follows.
 
     The state is of one prompt, before or after eviction, whose layers all have full attention; it stays unchanged, and
     nothing is recorded in the new one. A `UserError` if the model's keys cannot be rotated, or the rotation changes the
-    next token's logits.
+    next token's logits; with `compare=False` these are not computed, which takes two passes.
     """
     if len(state.lengths) != 1 or not state.joins:
         raise UserError(
@@ -155,6 +155,8 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
             )
 
     after = turned_by(rotations_of(model), state, entries)
+    if not compare:
+        return after
     token = state.logits.argmax(dim=-1, keepdim=True)
     _, logits = read(model, state.unrecorded(), token)
     _, turned_logits = read(model, after.copy(), token)
@@ -201,18 +203,20 @@ def export(
     before: str = "",
     identity: Identity | None = None,
     method: str = "",
+    compare: bool = True,
 ) -> tuple[str, Header]:
     """Write the evicted state of one prompt as a prefix in the folder `root`; returns its digest and header.
 
     `page` is the number of entries of a page of the engine's cache, of which every head keeps a multiple; 0 where all
     heads keep the same number. `before` is the rendered text before the document (see `Header`), `identity` the
-    `identity_of` the model, by default without its tokenizer, and `method` describes the method. A `UserError` if heads
-    keep numbers of entries that cannot be stored so, or the model's keys cannot be rotated.
+    `identity_of` the model, by default without its tokenizer, and `method` describes the method. `compare=False` leaves
+    out the comparison of `turned`, for a model that has passed it. A `UserError` if heads keep numbers of entries that
+    cannot be stored so, or the model's keys cannot be rotated.
     """
     return write_state(
         model.config,
         state,
-        turned(model, state, placeholders_of(state, page)),
+        turned(model, state, placeholders_of(state, page), compare=compare),
         root,
         page=page,
         before=before,

@@ -79,6 +79,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, "keepsight-worker")
         self._turn = asyncio.Lock()
         self._closed = threading.Event()
+        self._is_compared = False
 
     def stop(self) -> None:
         """Refuse all prompts from now on, also those that wait or are being read; prefixes in use stay."""
@@ -187,7 +188,9 @@ class Worker:
         try:
             # The salt sets apart what is shared with nobody else.
             method = f"serve {salt}: {self.method!r}"
-            digest, header = export(model, state, self.root, page=self.page, method=method)
+            compare = not self._is_compared  # a model that depends on positions otherwise does so for each prompt
+            digest, header = export(model, state, self.root, page=self.page, method=method, compare=compare)
+            self._is_compared = True
             prompt.wrote(file_of(self.root, digest))
         except Exception as error:  # such as a full disk
             return _failed(ids, error)

@@ -73,7 +73,7 @@ def bench_serve(
             "requests/s": requests / served.seconds,
             "in all s": served.seconds,
             "gap ms": statistics.median(gaps) * 1000,
-            "p99 gap": _percentile(gaps, 0.99) * 1000,
+            "p99 gap": percentile(gaps, 0.99) * 1000,
             "first s": statistics.median(job.first or 0.0 for job in served.jobs),
             "prefill s": served.engine.totals.prefill_seconds / requests,
             "ms a step": step * 1000,
@@ -87,7 +87,7 @@ def bench_serve(
     yield from runner.table("serve", columns, served_rows)
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     """The least of the values that so large a share of them does not exceed."""
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 

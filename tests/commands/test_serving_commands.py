@@ -23,6 +23,7 @@ import yaml
 
 from keepsight.commands import cli
 from keepsight.commands.config_serving import Serve
+from keepsight.commands.parse import quoted
 from keepsight.commands.prefix import Document, Writer
 from keepsight.commands.serve import _address, _divide_threads, _environment, _min_prompt_tokens, _prefix_folder
 from keepsight.commands.variants import letters_for
@@ -262,7 +263,7 @@ def test_the_page_says_what_the_commands_take() -> None:
     for _, *words in (shlex.split(unit), compose, *typed):
         name, arguments = cli.command_of(words)
         cli.configuration(name, arguments)
-    assert len(typed) == 6
+    assert len(typed) == 7
 
 
 def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) -> None:
@@ -286,3 +287,49 @@ def test_the_bench_of_arrivals_times_gaps(keepsight: CommandLine) -> None:
         in_all_ms = 1000 * (float(row["in all s"]) + 0.05)  # as it was before rounding, at most
         assert 0 <= float(row["gap ms"]) <= float(row["p99 gap"]) <= in_all_ms
     keepsight.refuses("interval", "conflict", "bench", "serve", *TINY[:-1], "vllm=true", "interval=1")
+
+
+def test_servers_take_turns_and_a_stopped_run_resumes(keepsight: CommandLine) -> None:
+    load = ("tokens=120", "answer_tokens=4", "requests=4", "rows=2", "turns=2", "documents=2", "out=bench")
+    small = {"name": "own", "label": "small", "method": "snapkv", "budget": 40}
+    given = ("bench", "serve", *TINY[:-2], "methods=[snapkv]", "budgets=[48]", *load)
+    lines = keepsight(*given, "servers=[full]", "workloads=[new,documents]").splitlines()
+    assert lines[0].startswith("2 clients, 4 requests, prompts of up to 120 tokens, answers of 4")
+    again = keepsight(*given, f"servers=[full,{quoted(small)}]", "workloads=[new,documents,chats]").splitlines()
+    assert again[2:4] == lines[2:4], "what was measured is not measured again"
+    rows = [dict(zip(re.split(" {2,}", again[1]), re.split(" {2,}", line), strict=True)) for line in again[2:]]
+    assert [(row["server"], row["workload"]) for row in rows] == [
+        (server, workload) for server in ("full", "small") for workload in ("new", "documents", "chats")
+    ]
+    for row in rows:
+        assert row["failed"] == "0" and float(row["requests/min"]) > 0 and float(row["peak MiB"]) > 100
+        assert 0 < float(row["first s"]) <= float(row["p99 first"]) and float(row["gap ms"]) <= float(row["p99 gap"])
+    assert len(Path("bench", "servers.csv").read_text().splitlines()) == 7
+
+
+def test_servers_that_cannot_be_measured_end_in_one_line(
+    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "vllm" else installed(name, *of))
+    given = ("bench", "serve", *TINY[:-2], "methods=[snapkv]", "budgets=[48]", "tokens=120", "answer_tokens=4")
+    keepsight.refuses("servers", "missing", *given, "servers=[stock]")
+    keepsight.refuses("servers", "unknown", *given, "servers=[tgi]")
+    keepsight.refuses("servers", "conflict", *given, "servers=[own,own]")
+    keepsight.refuses("servers", "unknown", *given, "servers=[{name: own, port: 80}]")
+    keepsight.refuses("methods", "range", *given[:5], "methods=[snapkv,tova]", "budgets=[48]", "servers=[own]")
+    keepsight.refuses("vllm", "conflict", *given, "servers=[own]", "vllm=true")
+    keepsight.refuses("tokens", "range", *given[:7], "tokens=100000", "servers=[own]")
+    failing = "servers=[{name: own, method: snapkv, options: {window: 400}}]"
+    assert "does not start" in keepsight.fails(*given, failing)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a b", "it's", "back\\slash\\", "", "true", "12", "a:b:c", "/tmp/x", "org/name", "shipped:a-b", "{a}", "[1"],
+)
+def test_values_are_quoted_for_another_command(value: str) -> None:
+    arguments = [f"name={quoted(value)}", f"options={quoted({'a': [1, 2.5, None, True, value], 'b': {'c': value}})}"]
+    config: Any = cli.configuration("serve", ["model.id=tiny", *arguments])
+    assert config.name == value
+    assert config.options == {"a": [1, 2.5, None, True, value], "b": {"c": value}}

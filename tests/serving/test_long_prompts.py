@@ -179,6 +179,8 @@ def test_a_prompt_that_nobody_waits_for_is_read_no_further(target: Target, gate:
         short = await asked(socket, LONG[:300])
         assert gate.layers == 1 + 3 * gate.last  # the second prompt, and two passes that check its rotation
         assert files(tmp_path) == {short["id"]}
+        await asked(socket, LONG[:310])
+        assert gate.layers == 1 + 4 * gate.last  # which are run once a model
 
     talk(worker, socket, conversation)
 
@@ -458,6 +460,33 @@ def test_a_refusal_of_the_worker_has_its_status_and_code(target: Target, rewrite
         worker.stop()
         status, reply = await replied(app, engine, COMPLETIONS, {"prompt": LONG[:270]})
         assert status == 503 and "shutting down" in reply["error"]["message"]
+
+    talk(worker, socket, conversation)
+
+
+def test_the_next_prompt_is_read_while_an_answer_runs(target: Target, rewriter: Rewriter, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "at"
+
+    async def conversation() -> None:
+        answering, may_end = asyncio.Event(), asyncio.Event()
+
+        class Slow(Engine):
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                answering.set()
+                await may_end.wait()
+                await super().__call__(scope, receive, send)
+
+        engine = Slow(rewriter.tokenizer)
+        app = Prefixes(engine, rewriter, WorkerReader(str(socket), 20))
+        while not socket.exists():
+            await asyncio.sleep(0.01)
+        first = asyncio.create_task(replied(app, engine, COMPLETIONS, {"prompt": LONG}))
+        await answering.wait()
+        second = asyncio.create_task(replied(app, engine, COMPLETIONS, {"prompt": LONG[:300]}))
+        await settled(lambda: len(files(tmp_path)) == 2)
+        assert not first.done()
+        may_end.set()
+        assert [status for status, _ in await asyncio.gather(first, second)] == [200, 200]
 
     talk(worker, socket, conversation)
 

@@ -200,6 +200,14 @@ def completed(server: Server, case: Case, tokens: int = TOKENS, key: str = "any"
     return create(**asked, extra_body=extra).choices[0].model_dump()["token_ids"]
 
 
+def completed_together(server: Server, cases: list[Case], tokens: int) -> list[list[int]]:
+    """The ids that one request of `/v1/completions` answers to the prompts of all cases."""
+    asked = {"model": "tiny", "prompt": [case.prompt for case in cases], "max_tokens": tokens, "temperature": 0}
+    create: Any = server.client().completions.create
+    choices = create(**asked, extra_body={"return_token_ids": True}).choices
+    return [choice.model_dump()["token_ids"] for choice in sorted(choices, key=lambda choice: choice.index)]
+
+
 def chatted(server: Server, case: Case, tokens: int = TOKENS, key: str = "any", **options: Any) -> list[int]:
     """The ids that `/v1/chat/completions` streams for a message that names the prefix."""
     content = f"[[keepsight:{case.digest}]]{case.question}" if case.digest else case.question
