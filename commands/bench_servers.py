@@ -12,6 +12,7 @@ from typing import Any
 from keepsight.commands.config_serving import BenchServe, Serve
 from keepsight.commands.config_shared import ModelConfig
 from keepsight.commands.parse import quoted
+from keepsight.commands.serve import THREADS, cores_of_process
 from keepsight.commands.variants import read_method
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
@@ -139,9 +140,16 @@ def _ours(
             words.append("prefixes={folder}")
             evicting = {key: values[key] for key in ("method", "budget", "options", "page") if key in values}
             prefix = [sys.executable, "-m", "keepsight", "prefix", *shared, *_words(evicting)]
-    return ServerCommand(
-        label, words, "port={}", prefix=prefix, options=json.dumps(keys) if has_options else "", needs_vllm=is_vllm
-    )
+    environment = _all_cores(config) if keys.get("reader") == "vllm" else {}
+    options_text = json.dumps(keys) if has_options else ""
+    return ServerCommand(label, words, "port={}", environment, prefix, options_text, is_vllm)
+
+
+def _all_cores(config: BenchServe) -> dict[str, str]:
+    """The variable that lets vLLM compute on all cores of a CPU, as our own server does; by default it leaves some."""
+    if config.model.device != "cpu":
+        return {}
+    return {THREADS: ",".join(map(str, cores_of_process()))}
 
 
 def _stock(config: BenchServe, outline: Target, load: Load, label: str, keys: dict[str, Any]) -> ServerCommand:
@@ -162,6 +170,7 @@ def _stock(config: BenchServe, outline: Target, load: Load, label: str, keys: di
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}={value}")
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment |= _all_cores(config)
     options_text = json.dumps(keys) if keys else ""
     return ServerCommand(label, words, "--port={}", environment, options=options_text, needs_vllm=True)
 

@@ -99,7 +99,8 @@ class Serve(Evicting):
         vllm: Start vLLM's server, and a worker that prefills long prompts for it.
         reader: Who prefills long prompts with vllm=true: worker, a process beside vLLM with a model of its own; or vllm
             itself, for methods that score entries while they are read, such as snapkv, on a CPU.
-        worker_threads: Threads of the worker with vllm=true on a CPU; vLLM has the other cores. 0 for half of them.
+        worker_threads: Threads of the worker with vllm=true on a CPU; vLLM has the other cores. 0 for half of the cores,
+            or fewer where OMP_NUM_THREADS says so.
         min_prompt_tokens: Shortest prompt to evict from with vllm=true; vLLM alone answers shorter ones. 0 for twice
             the budget.
         prefixes: Folder of `keepsight prefix`; vLLM's server then answers its ids too. Servers may share it.
@@ -144,7 +145,7 @@ class BenchServe(Benched):
     """keepsight bench serve: measure the serving of many requests from evicted caches and from full ones.
 
         keepsight bench serve tokens=4096 requests=32 rows=16 methods=snapkv budgets=128
-        keepsight bench serve servers=[stock,own,vllm,paged] workloads=[new,documents] tokens=4000 methods=lookaheadkv
+        keepsight bench serve servers=[stock,own,vllm,paged] workloads=[new,chats] methods=snapkv
 
     Uses the engine of `keepsight serve`. Prints seconds in all, requests per second, the median time to first token,
     milliseconds per decoding step with a full batch, the median and the 99th percentile of the milliseconds between two
@@ -176,6 +177,10 @@ class BenchServe(Benched):
         rounds: How often each server has its turn.
     """
 
+    COMMON: ClassVar = (
+        *("model.id", "adapter", "methods", "budgets", "tokens", "answer_tokens", "requests", "rows"),
+        *("vllm", "servers", "workloads", "rounds", "out"),
+    )
     methods: Annotated[list[Any], Field(min_length=1)] = field(default_factory=lambda: ["lookaheadkv", "snapkv"])
     budgets: Counts = field(default_factory=lambda: [128])
     tokens: PositiveInt = 1024

@@ -56,7 +56,7 @@ _SHUTDOWN = 25
 """Seconds that vLLM lets running answers take once it is told to stop."""
 _ENDING = 5
 """Seconds that vLLM may take to end then."""
-_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that it computes on."""
 _RANKS = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 """Options of vLLM with which it divides the cores among processes of its own."""
@@ -289,17 +289,17 @@ def _evict_options(config: Config) -> dict[str, Any]:
 
 def _divide_threads(config: Config, target: Target, environment: dict[str, str]) -> None:
     """Give the worker so many cores, and vLLM's process the others; the operator's own division comes first."""
-    if target.model.device.type != "cpu" or environment.get(_THREADS):
+    if target.model.device.type != "cpu" or environment.get(THREADS):
         return
     if any(_vllm_options(config).get(name, 1) != 1 for name in _RANKS):
         return
-    cores = _cores()
-    threads = config.worker_threads or max(len(cores) // 2, 1)
+    cores = cores_of_process()
+    threads = config.worker_threads or min(max(len(cores) // 2, 1), torch.get_num_threads())
     torch.set_num_threads(threads)
-    environment[_THREADS] = ",".join(map(str, cores[threads:] or cores[-1:]))
+    environment[THREADS] = ",".join(map(str, cores[threads:] or cores[-1:]))
 
 
-def _cores() -> list[int]:
+def cores_of_process() -> list[int]:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -371,7 +371,7 @@ def _check_vllm(config: Config) -> None:
         raise UserError(
             "worker_threads= is for reader=worker; leave one of them out", field="worker_threads", code="conflict"
         )
-    cores = len(_cores())
+    cores = len(cores_of_process())
     if config.worker_threads >= cores > 1:
         raise UserError(
             f"worker_threads={config.worker_threads} leaves vLLM none of {cores} cores; give at most {cores - 1}",

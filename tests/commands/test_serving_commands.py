@@ -169,7 +169,7 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
 
 def test_what_vllm_cannot_be_given_ends_in_one_line(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: object())
-    monkeypatch.setattr("keepsight.commands.serve._cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("keepsight.commands.serve.cores_of_process", lambda: [0, 1, 2, 3])
     beside = ("serve", *TINY, "vllm=true")
     keepsight.refuses("worker_threads", "range", *beside, "worker_threads=4")
     keepsight.refuses("worker_threads", "conflict", *beside, "reader=vllm", "worker_threads=1")
@@ -182,7 +182,7 @@ def test_the_worker_and_vllm_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -
     threads = torch.get_num_threads()
 
     def divided(cores: int, environment: dict[str, str] | None = None, **options: Any) -> tuple[int, str | None]:
-        monkeypatch.setattr("keepsight.commands.serve._cores", lambda: [*range(cores)])
+        monkeypatch.setattr("keepsight.commands.serve.cores_of_process", lambda: [*range(cores)])
         torch.set_num_threads(7)
         environment = environment or {}
         _divide_threads(Serve(vllm=True, **options), target, environment)
