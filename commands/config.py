@@ -76,9 +76,9 @@ class Train(shared.CardKeys):
     Writes the adapter, its model card and training curves to `out`. A training that was stopped resumes from its last
     checkpoint when the same command is run again.
 
-    With several values for keys of lookahead.* (tokens, rank, targets, alpha, dropout) or train.* (learning_rate, clip,
-    far) the command runs an ablation: it trains a module for every combination, one after another. Write values that
-    are lists as [[qv],[all]]. `out` gets ablation.md, .tex, .csv and .png; cells/ has the adapters.
+    With several values for keys of lookahead.* (tokens, rank, targets, alpha, dropout), train.* (learning_rate, clip,
+    far) or max_prompt_tokens the command runs an ablation: it trains a module for every combination, one after another.
+    Write values that are lists as [[qv],[all]]. `out` gets ablation.md, .tex, .csv and .png; cells/ has the adapters.
 
     Attributes:
         init: Adapter to start from: a folder, a Hub id or shipped:NAME; random soft tokens by default.
@@ -86,11 +86,14 @@ class Train(shared.CardKeys):
         selection: How the module selects entries; training does not depend on it. shared: one budget for the heads of
             all layers; paper: LookaheadKV's selection; uniform: the same number of entries in every head, as serving
             engines need. Keys of lookahead.* from queries on override single values.
+        timed_tokens: Prompt length in tokens at which an ablation times each module's pass, for the column overhead:
+            percent of a prefill; 0 for no such column.
     """
 
     VARIED: ClassVar = (
         *(f"lookahead.{name}" for name in ("tokens", "rank", "targets", "alpha", "dropout")),
         *(f"train.{name}" for name in ("learning_rate", "clip", "far")),
+        "max_prompt_tokens",
     )
     COMMON: ClassVar = (
         *("data", "out", "model.id", "init", "max_prompt_tokens", "lookahead.tokens", "lookahead.rank", "train.steps"),
@@ -100,6 +103,7 @@ class Train(shared.CardKeys):
     init: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
     selection: shared.Selection = "shared"
+    timed_tokens: NonNegativeInt = 0
     lookahead: LookaheadSettings = field(default_factory=shared.shared_selection)
     train: settings.LookaheadTrainSettings = field(default_factory=settings.LookaheadTrainSettings)
 
@@ -215,6 +219,8 @@ class Eval(shared.OfTable, shared.TaskKeys):
         temperature: Sampling temperature of the answers; 0 decodes greedily. The draws depend on the seed and the
             prompt that is read, so they are the same for the full cache and all methods that read it whole.
         top_p: Nucleus sampling: samples from the likeliest tokens with this total probability.
+        draws: Number of sampled answers to each sample, from the seeds seed, seed + 1, ...; each has a row of its own,
+            and scores are means over all.
         max_batch_tokens: Maximum of KV entries per head in one decoding batch of all methods; 0 for a quarter of the
             free memory.
         pages: Samples of each task and length whose kept tokens are stored and shown on their own page.
@@ -228,6 +234,7 @@ class Eval(shared.OfTable, shared.TaskKeys):
     )
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    draws: PositiveInt = 1
     max_batch_tokens: NonNegativeInt = 0
     pages: NonNegativeInt = 1
     reuse: list[str] = field(default_factory=list)

@@ -52,11 +52,18 @@ def run(config: Config) -> str:
     """Evaluate, then write the summary, the plots and the report; returns what to do next."""
     check(config)  # bad values are refused before anything loads
     check_sampling(config.temperature, config.top_p)
+    if config.draws > 1 and not config.temperature:
+        raise UserError(
+            f"draws={config.draws}: greedy answers are all alike; give a temperature, or leave it out",
+            field="draws",
+            code="conflict",
+        )
     out = Path(config.out)
     processes = PartialState(cpu=not torch.cuda.is_available())
     outline = without_weights(config)
     variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, outline))
     samples, notes = samples_of(config, outline)
+    samples = _drawn(samples, config.draws)
     rows_before = rows_so_far(out)
     require_same_run(out, rows_before, _keys_of(config), _planned(samples, variants))
     reused = rows_to_reuse(config.reuse)
@@ -112,6 +119,15 @@ def run(config: Config) -> str:
             message += f", {len(refused)} variants were left out"
         raise error.reworded(message)
     return f"open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION"
+
+
+def _drawn(samples: Sequence[RenderedSample], draws: int) -> list[RenderedSample]:
+    """The samples, then the same again for each further sampled answer, under other ids."""
+    drawn = list(samples)
+    for draw in range(1, draws):
+        for sample in samples:
+            drawn.append(replace(sample, id=f"{sample.id}, draw {draw + 1}", draw=draw))
+    return drawn
 
 
 def _planned(samples: Iterable[RenderedSample], variants: Iterable[Variant]) -> set[tuple[Key, Cell]]:

@@ -287,7 +287,7 @@ def parse_cells(schema: type[Command], overrides: Sequence[str]) -> dict[str, tu
         values_by_key = dict(zip(varied_keys, combination, strict=True))
         words = []
         for key, value in values_by_key.items():
-            words.append(key.partition(".")[2] + "+".join(re.findall(r"[\w.-]+", value)))
+            words.append(key.rpartition(".")[2] + "+".join(re.findall(r"[\w.-]+", value)))
         name = "-".join(words)
         if name in cells:
             arguments = ", ".join(f"{key}={texts[key]}" for key in varied_keys)

@@ -190,6 +190,8 @@ def run_training(config: PlanTrain) -> None:
     )
     dtype = config.model.quantize or str(model.dtype).removeprefix("torch.")
     print(f"{config.model.id} in {dtype}, a prompt of {tokens} and an answer of {config.answer} tokens on each GPU")
+    share = plan.trained / plan.parameters
+    print(f"{plan.trained:,} trainable parameters, {share:.2%} of the model's {plan.parameters:,}\n")
     print(f"{_training_memory(plan, memory, config)}\n\n{_time(plan, config)}")
 
 

@@ -18,12 +18,16 @@ from keepsight.commands.from_recipe import next_command, outline_of, training_dt
 from keepsight.commands.saved_config import save_config
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError, require_same
+from keepsight.eval.bench.measure import median_seconds, random_ids, require_room
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import write_png
 from keepsight.models.distributed import created_divided, launched
 from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
 from keepsight.models.lora import chosen_targets
 from keepsight.models.targets import Target, keep_gradients
+from keepsight.runtime.importance import Reduce
+from keepsight.runtime.methods.lookaheadkv import SoftTokens
+from keepsight.runtime.state import prefill
 from keepsight.train.dataset import UnseenQuestions
 from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.importance import ImportanceObjective
@@ -67,7 +71,7 @@ def _run_cells(cells: Cells) -> None:
         if trainer.is_world_process_zero():
             trained = trainer.trained()
             values_by_key, _ = cells[name]
-            rows.append({"cell": name, **values_by_key, **_measured(trainer)})
+            rows.append({"cell": name, **values_by_key, **_measured(trainer, config.timed_tokens)})
             logs[name] = trained.log
             title = f"Fidelity after {trained.steps} steps on held-out samples ({trained.held_out})."
         del trainer
@@ -75,7 +79,7 @@ def _run_cells(cells: Cells) -> None:
 
     if rows:  # on the main process
         varied_values, first = next(iter(cells.values()))
-        table = Table("ablation", title, _columns(varied_values, first.train.budget), rows)
+        table = Table("ablation", title, _columns(varied_values, first), rows)
         table.save(Path(first.out))
         write_png(Path(first.out) / "ablation.png", ablation_figure(logs))
         print(table.markdown())
@@ -101,6 +105,8 @@ def _train(config: Config, initial: LookaheadAdapter | None) -> ModuleTrainer[Im
 def check(config: Config) -> LookaheadAdapter | None:
     """The adapter of `init`, if named, after all checks (UserError) that need no base model."""
     training.check_inputs(config, "train", config.train)
+    if config.timed_tokens:
+        require_room(outline_of(config), config.timed_tokens + config.lookahead.tokens)
     if config.lookahead.rank and config.lookahead.targets[0] not in ("all", "none"):
         chosen_targets(outline_of(config), config.lookahead.targets)
     if config.init is None:
@@ -192,22 +198,37 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in layers.items())
 
 
-def _columns(varied_keys: Iterable[str], budget: int) -> list[Column]:
+def _columns(varied_keys: Iterable[str], config: Config) -> list[Column]:
     """The columns of an ablation's table."""
     columns = [Column("cell", "cell", is_text=True)]
     for key in varied_keys:
-        columns.append(Column(key, key.partition(".")[2].replace("_", " "), is_text=True))
+        columns.append(Column(key, key.rpartition(".")[2].replace("_", " "), is_text=True))
     columns.append(Column("parameters", "parameters"))
     columns.append(Column("kl", "KL (nats)", digits=4))
-    columns.append(Column("recall", f"recall at {budget}"))
+    columns.append(Column("recall", f"recall at {config.train.budget}"))
     columns.append(Column("tau", "Kendall's tau"))
+    if config.timed_tokens:
+        columns.append(Column("overhead", f"overhead at {config.timed_tokens} tokens, %", digits=2))
     return columns
 
 
-def _measured(trainer: ModuleTrainer[ImportanceObjective]) -> dict[str, Any]:
-    """A trained module's number of parameters, and its last measurement."""
+def _measured(trainer: ModuleTrainer[ImportanceObjective], timed_tokens: int) -> dict[str, Any]:
+    """A trained module's number of parameters, its last measurement, and the time of its pass if it is asked for."""
     row: dict[str, Any] = {}
     row["parameters"] = sum(parameter.numel() for parameter in trainer.objective.trained_parameters())
     for name in ("kl", "recall", "tau"):
         row[name] = trainer.metrics.get(f"eval_{name}")
+    if timed_tokens:
+        row["overhead"] = _overhead(trainer.objective.lookahead, timed_tokens)
     return row
+
+
+def _overhead(lookahead: Lookahead, tokens: int) -> float:
+    """Time of a module's pass over a prompt of random tokens in percent of the prefill's, medians of three."""
+    model = lookahead.model
+    ids = random_ids(model, 1, tokens)
+    observer = SoftTokens(lookahead.adapter())
+    state = prefill(model, ids)
+    reading = median_seconds(lambda: prefill(model, ids), 3)
+    observing = median_seconds(lambda: observer(model, state, Reduce()), 3)
+    return 100 * observing / reading

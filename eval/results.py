@@ -16,7 +16,7 @@ SETTINGS = "settings.json"
 _NO_ROW_DEPENDS_ON = ("command", "versions", "notes", "preset", "table", "planned_samples")
 _IN_ROWS = ("tasks", "lengths", "methods", "budgets", "bits")
 """Settings that each row of a table shows."""
-_ROWS_DECIDE = (*_IN_ROWS, "samples", "plugins", "adapter_digest", "retrieval_digest")
+_ROWS_DECIDE = ("draws", *_IN_ROWS, "samples", "plugins", "adapter_digest", "retrieval_digest")
 """Settings that say which rows there are, or that rows have digests of: they may change while no row is left out."""
 _GIVEN_LATER = ("adapter", "retrieval", "jsonl", "longbench", "longbench_v2")
 """Settings of further rows: they may be given where there were none, and do not change."""

@@ -346,7 +346,8 @@ class _Run:
     def _ask(self, state: State, sample: RenderedSample) -> Question:
         """A sample's question, answered from the full cache."""
         tokens = sample.question_ids[None].to(self.target.model.device)
-        limits = Limits(sample.max_new_tokens, self.target.end_tokens, self.batch_tokens, self.sampling)
+        sampling = replace(self.sampling, seed=self.sampling.seed + sample.draw)
+        limits = Limits(sample.max_new_tokens, self.target.end_tokens, self.batch_tokens, sampling)
         answer, full = answer_full(self.target.model, state, tokens, limits)
         return Question(sample, tokens, limits, answer, full)
 

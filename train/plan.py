@@ -42,6 +42,8 @@ class StepPlan:
         second: The same of the second pass and its gradients.
         first_flops: Operations of the first pass.
         second_flops: Operations of the second pass and its gradients.
+        trained: Number of trainable parameters.
+        parameters: Number of parameters of the whole base model, shared ones counted once.
     """
 
     weights: int
@@ -51,6 +53,8 @@ class StepPlan:
     second: int
     first_flops: int
     second_flops: int
+    trained: int
+    parameters: int
 
     @property
     def peak(self) -> int:
@@ -78,6 +82,7 @@ def plan_step(
     with _fake_tensors():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         weights = stored_bytes(model, quantize)
+        parameters = sum(weight.numel() for weight in model.parameters())
         layers = [_bytes_of(layer) for layer in decoder_layers(model)]
         unsharded = weights - sum(layers) if layers_alone else 0
         gathered = 0 if shards == 1 else 2 * max(layers)
@@ -103,6 +108,8 @@ def plan_step(
         second=second_peak,
         first_flops=round(objective.teacher_flops(batch)),
         second_flops=round(objective.module_flops(batch)),
+        trained=sum(weight.numel() for weight in trained),
+        parameters=parameters,
     )
 
 

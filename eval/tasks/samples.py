@@ -80,12 +80,14 @@ class RenderedSample(Sample):
             conversation has the prompt of the first, and here what stands between the answer before and its own.
         pictures: The images in the prompt, a `keepsight.eval.tasks.pictures.Pictures`; None for none.
         is_cut: Whether the prompt was too long and lost its middle, as in LongBench.
+        draw: Which of several sampled answers it is about, counted from 0.
     """
 
     prompt_ids: "Tensor" = field(compare=False, repr=False)
     question_ids: "Tensor" = field(compare=False, repr=False)
     pictures: Any = field(default=None, compare=False, repr=False)
     is_cut: bool = field(default=False, compare=False, repr=False)
+    draw: int = field(default=0, compare=False, repr=False)
 
 
 def render(sample: Sample, tokenizer: Any) -> RenderedSample:

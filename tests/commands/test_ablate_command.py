@@ -66,6 +66,17 @@ def test_a_cell_is_the_module_that_is_trained_alone(keepsight: CommandLine, data
     assert same({**together.lora, "tokens": together.tokens}, {**alone.lora, "tokens": alone.tokens})
 
 
+def test_lengths_of_prompts_can_vary_and_a_pass_is_timed(keepsight: CommandLine, data: Path) -> None:
+    keepsight(*GIVEN, "lookahead.tokens=4", "lookahead.rank=2", "max_prompt_tokens=[20,60]", "timed_tokens=64")
+    with Path("ablation/ablation.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    assert [row["max_prompt_tokens"] for row in table] == ["20", "60"]
+    assert all(0 < float(row["overhead"]) < 10_000 for row in table)
+    trained = [LookaheadAdapter.load(Path("ablation/cells", row["cell"])).provenance.training for row in table]
+    assert trained[0] != trained[1]
+    keepsight.refuses("tokens", "range", *GIVEN, "lookahead.tokens=[2,4]", "timed_tokens=1000000000")
+
+
 def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path) -> None:
     given = ["lookahead.tokens=4", "lookahead.targets=[[none],[qv],[all],[q_proj,up_proj]]", "lookahead.rank=2"]
     keepsight(*GIVEN, *given)

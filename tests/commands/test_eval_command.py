@@ -451,3 +451,28 @@ def test_a_method_that_is_refused_meanwhile_loses_no_row_of_the_others(
     assert keepsight.fails("eval", *TINY, *given) == message
     assert list(read_jsonl(here / "out" / "results.jsonl")) == rows, "nothing is measured twice"
     keepsight.refuses("plugins", "missing", "eval", *TINY, *given, "plugins=no_such_module")
+
+
+def test_several_answers_are_drawn_to_each_sample(keepsight: CommandLine, here: Path) -> None:
+    """A second draw has other tokens, the first is that of a run without draws, which can be extended."""
+    sampled = (
+        *TINY,
+        *NEEDLES,
+        "samples=1",
+        "budgets=[40]",
+        "temperature=5",
+        "pages=0",
+        "methods=[snapkv]",
+        "out=drawn",
+    )
+    keepsight("eval", *sampled)
+    first = [*read_jsonl(here / "drawn" / "results.jsonl")]
+    keepsight("eval", *sampled, "draws=2")
+    rows = [*read_jsonl(here / "drawn" / "results.jsonl")]
+    by_id = {(row["sample"], row["method"]): row for row in rows}
+    assert len(by_id) == len(rows) == 4 and [row for row in rows if row in first] == first
+    (one, other) = sorted({row["sample"] for row in rows}, key=len)
+    assert other == f"{one}, draw 2"
+    assert by_id[one, "full"]["answer"] != by_id[other, "full"]["answer"]
+    assert by_id[one, "full"]["sample_digest"] != by_id[other, "full"]["sample_digest"]
+    keepsight.refuses("draws", "conflict", "eval", *TINY, *NEEDLES, "draws=2", "out=greedy")

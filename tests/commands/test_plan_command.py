@@ -100,6 +100,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert printed.startswith("8b in bfloat16, a prompt of 512 and an answer of 64 tokens on each GPU\n")
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
+    assert re.match(r"[\d,]+ trainable parameters, \d+\.\d\d% of the model's [\d,]+$", printed.splitlines()[1])
     printed = keepsight(*given, "tokens=512", "gpu=10MiB", "gpus=8", "shard=true")
     assert "does not fit: lower tokens=\n" in printed and "divided over 8 GPUs" in printed
     tries = {
@@ -199,6 +200,11 @@ def test_flops_are_those_of_the_matrices(here: Path) -> None:
     layer = 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)
     attention = 2 * (512**2 - 256**2) * 32 * 8
     assert flops[1] - flops[0] == pytest.approx(4 * (256 * layer + attention), rel=0.1)
+    of_layer = 4 * width * width + 3 * width * inner + 2 * width
+    assert plans[0].parameters == 2 * 1024 * width + 4 * of_layer + width
+    lora = settings.rank * (4 * 2 * width + 3 * (width + inner))
+    last = settings.rank * 2 * 2 * width  # the rest of the last layer gets no gradient
+    assert plans[0].trained == 8 * width + 3 * lora + last
 
 
 def test_the_time_to_the_first_token_is_that_of_the_passes(keepsight: CommandLine, here: Path) -> None:
