@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,22 @@ def test_pages_that_sglang_cannot_read_are_refused(root: Path, digest: str) -> N
         write_pages(store, ragged, 8)
 
 
+def event_of(text: str | None, cached: int | None, reason: str | None = None) -> dict[str, Any]:
+    """An event of `/generate`: the whole text so far, and what is known of the request."""
+    meta: dict[str, Any] = {"id": "1", "finish_reason": {"type": reason} if reason else None}
+    meta |= {"prompt_tokens": 170, "completion_tokens": 2}
+    if cached is not None:
+        meta["cached_tokens"] = cached
+    return {"text": text, "output_ids": [1], "meta_info": meta}
+
+
+def whole_answer(cached: int) -> Iterator[Any]:
+    yield event_of(" a", cached)
+    yield event_of(" a", cached)
+    yield event_of(" a café", cached, "stop")
+    yield "[DONE]"
+
+
 class Server(ThreadingHTTPServer):
     """Reads files as SGLang does, by a loop of its own, and counts the tokens that it found."""
 
@@ -116,12 +132,14 @@ class Server(ThreadingHTTPServer):
         self.settings = dict(SETTINGS)
         self.requests: list[dict[str, Any]] = []
         self.before: Callable[[], None] = lambda: None
+        self.events: Callable[[int], Iterator[Any]] = whole_answer
+        self.ended = threading.Event()
 
     def cached(self, request: dict[str, Any]) -> int:
         salt = request["cache_salt"].encode()
         parts = b"sglang-cache-namespace-v1\x00\x01" + len(salt).to_bytes(8, "little") + salt
         chain = hashlib.sha256(parts).digest()
-        ids = request["prompt"]
+        ids = request["prompt"] if "prompt" in request else request["input_ids"]
         found = 0
         while found + PAGE <= len(ids):
             tokens = b"".join(token.to_bytes(4, "little") for token in ids[found : found + PAGE])
@@ -145,7 +163,24 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(request)
         self.server.before()
         details = {"cached_tokens": self.server.cached(request)}
+        if self.path == "/generate":
+            self.stream(details["cached_tokens"])
+            return
         self.reply({"choices": [{"text": " a"}], "usage": {"prompt_tokens_details": details}})
+
+    def stream(self, cached: int) -> None:
+        """Events as SGLang sends them, each written at once; a client that has left ends it."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        try:
+            for event in self.server.events(cached):
+                data = event if isinstance(event, str) else json.dumps(event)
+                self.wfile.write(f"data: {data}\n\n".encode())
+                self.wfile.flush()
+        except OSError:
+            pass
+        self.server.ended.set()
 
     def reply(self, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -213,6 +248,110 @@ def test_an_answer_without_the_whole_prefix_is_asked_for_again(
     assert not server.storage.exists()
 
 
+def pieces(chunks: Iterable[dict[str, Any]]) -> list[str]:
+    return [chunk["choices"][0]["text"] for chunk in chunks]
+
+
+def test_a_streamed_answer_comes_in_pieces(server: Server, root: Path, digest: str) -> None:
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "seed": 7, "stop": ["x"], "stream": True}
+    chunks = [*client_of(server, root).stream(digest, " what is it?", **fields)]
+    assert pieces(chunks) == [" a", " café"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 170,
+        "completion_tokens": 2,
+        "total_tokens": 172,
+        "prompt_tokens_details": {"cached_tokens": ENTRIES},
+    }
+    (request,) = server.requests
+    tokenizer = tiny_tokenizer()
+    assert request["input_ids"][:ENTRIES] == placeholders(digest, ENTRIES, alphabet_of(tokenizer))
+    assert tokenizer.decode(request["input_ids"][ENTRIES:]) == " what is it?<|end|><|assistant|>"
+    assert request["sampling_params"] == {"max_new_tokens": 4, "temperature": 0, "sampling_seed": 7, "stop": ["x"]}
+    assert request["stream"] is True
+    assert not [*server.storage.iterdir()]
+
+
+def test_a_piece_comes_before_the_next_one_is_written(server: Server, root: Path, digest: str) -> None:
+    """And closing the iterator ends the request, whose links are then removed."""
+    go_on = threading.Event()
+
+    def slowly(cached: int) -> Iterator[Any]:
+        yield event_of(" a", cached)
+        assert go_on.wait(30)
+        while True:
+            yield event_of(" a b", cached)
+
+    server.events = slowly
+    chunks = client_of(server, root).stream(digest, " one")
+    assert pieces([next(chunks)]) == [" a"]
+    assert len([*server.storage.iterdir()]) == ENTRIES // PAGE
+    go_on.set()
+    assert pieces([next(chunks)]) == [" b"]
+    chunks.close()
+    assert server.ended.wait(30)
+    assert not [*server.storage.iterdir()]
+
+
+def test_no_text_comes_before_the_server_says_what_it_read(server: Server, root: Path, digest: str) -> None:
+    client = client_of(server, root)
+    server.events = lambda cached: iter(
+        [event_of(" a", None), {"text": " a b"}, event_of(" a b c", cached, "length"), "[DONE]"]
+    )
+    assert pieces(client.stream(digest, " one")) == [" a b c"]
+    server.events = lambda cached: iter([event_of(" a", None), event_of(" a b", None, "stop"), "[DONE]"])
+    with pytest.raises(UserError, match="read 0 of the prefix's 160 entries"):
+        next(client.stream(digest, " one"))
+
+
+@pytest.mark.parametrize("lost", [1, 10])
+def test_nothing_comes_of_a_stream_without_the_whole_prefix(server: Server, root: Path, digest: str, lost: int) -> None:
+    client = client_of(server, root)
+
+    def lose() -> None:
+        if len(server.requests) < 3:
+            for path in sorted(server.storage.iterdir())[:lost]:
+                path.unlink()
+
+    server.before = lose
+    assert pieces(client.stream(digest, " one")) == [" a", " café"]
+    assert len({request["cache_salt"] for request in server.requests}) == 3
+    server.before = lambda: shutil.rmtree(server.storage)
+    received = []
+    with pytest.raises(UserError, match="read 0 of the prefix's 160 entries in the last of 3 attempts"):
+        received += client.stream(digest, " one")
+    assert received == []
+
+
+def test_a_server_that_sends_pieces_is_understood(server: Server, root: Path, digest: str) -> None:
+    server.settings["incremental_streaming_output"] = True
+    server.events = lambda cached: iter(
+        [event_of(" a", None), event_of(" b", cached), event_of("", cached, "stop"), "[DONE]"]
+    )
+    assert pieces(client_of(server, root).stream(digest, " one")) == [" a b", ""]
+
+
+BROKEN: dict[str, Callable[[int], Iterator[Any]]] = {
+    "ended before the answer did": lambda cached: iter([event_of(" a", cached)]),
+    "out of memory": lambda cached: iter([event_of(" a", cached), {"error": {"message": "out of memory"}}, "[DONE]"]),
+    "the request was aborted": lambda cached: iter([event_of(" a", cached), event_of(" a", cached, "abort"), "[DONE]"]),
+    "has 16 of the prefix's 160 entries left": lambda cached: iter([event_of(" a", cached), event_of(" a b", 16)]),
+    "Expecting": lambda cached: iter([event_of(" a", cached), "{"]),
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_an_answer_that_breaks_off_ends_in_one_line(server: Server, root: Path, digest: str, line: str) -> None:
+    server.events = BROKEN[line]
+    chunks = client_of(server, root).stream(digest, " one")
+    assert pieces([next(chunks)]) == [" a"]
+    with pytest.raises(UserError, match=line) as caught:
+        next(chunks)
+    assert "\n" not in str(caught.value)
+    assert len(server.requests) == 1, "a second answer might go on otherwise"
+    assert not [*server.storage.iterdir()]
+
+
 REFUSED = {
     "hicache_storage_backend": "nixl",
     "hicache_mem_layout": "page_first",
@@ -237,6 +376,10 @@ def test_requests_whose_answer_cannot_be_checked_are_refused(server: Server, roo
     for fields in unchecked:
         with pytest.raises(UserError, match="ask for one answer"):
             client.ask(digest, " one", **fields)
+    streamed: list[dict[str, Any]] = [{"n": 2}, {"logprobs": 5}]
+    for fields in streamed:
+        with pytest.raises(UserError, match="is no field of a streamed request"):
+            client.stream(digest, " one", **fields)
     with pytest.raises(UserError, match="renders another text before the document"):
         client.ask(digest, " one", system="Be brief.")
     server.settings["hicache_storage_backend_extra_config"] = None
