@@ -35,14 +35,17 @@ class Data(shared.DataKeys):
         out: Folder for the shards and the manifest.
         seed: Random seed for prompts and sampled answers.
         shard_size: Samples per shard.
+        answers: Whose answers: mixture (responses where the mixture names some, else the base model's), model (the base
+            model's alone) or source (responses alone; prompts without one are skipped).
     """
 
     COMMON: ClassVar = (
-        *("out", "model.id", "mixture", "limit", "max_new_tokens", "backend", "server.url", "skip", "batch_tokens"),
+        *("out", "model.id", "mixture", "answers", "limit", "max_new_tokens", "backend", "server.url", "skip", "batch_tokens"),
     )
     out: str = "???"
     seed: int = 0
     shard_size: PositiveInt = 64
+    answers: Annotated[str, shared.one_of("mixture", "model", "source")] = "mixture"
 
 
 @dataclass

@@ -35,7 +35,8 @@ def run(config: Config) -> str:
     """Make the data and print its size; returns the command that trains on it."""
     mixture = check_data(config)
     out = Path(config.out)
-    settings = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
+    keys = ("seed", "shard_size", "max_new_tokens", "temperature", "top_p", "answers")
+    settings = {key: getattr(config, key) for key in keys}
     earlier = earlier_settings(out)
     if earlier is not None and any(out.glob("shard-*")):
         settings_now = {**settings, "model": config.model.id, "mixture": mixture}

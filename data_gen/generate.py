@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def generate_data(
     skip: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    answers: str = "mixture",
 ) -> dict[str, Any]:
     """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped; returns the manifest.
 
@@ -60,6 +62,8 @@ def generate_data(
         skip: Maximum number of bad rows in this run and process; None for no limit.
         temperature: Sampling temperature; 0 decodes greedily.
         top_p: Nucleus sampling of the answers.
+        answers: `mixture` takes the responses that prompts have, and the base model's answers to others; `model` takes
+            the base model's alone, `source` the responses alone (LookaheadKV, arXiv 2603.10899, appendix D).
 
     Raises:
         UserError: prompts and answers do not fit the context, the samples do not fit the disk, more rows than `skip` or
@@ -79,6 +83,7 @@ def generate_data(
         date=day,
         temperature=temperature,
         top_p=top_p,
+        answers=answers,
     )
     check_sizes(target.model, sources, out, limit, max_new_tokens)
     processes = launched()
@@ -154,10 +159,22 @@ class _Run:
         bad: BadRows = {}
         for index in indices:
             try:
-                prompts[index] = self.mixture.prompt(self.writer.settings.seed, index, self.count_tokens)
+                prompt = self.mixture.prompt(self.writer.settings.seed, index, self.count_tokens)
+                prompts[index] = self._with_answers_of(index, prompt)
             except BadRow as error:
                 bad[index] = error
         return prompts, bad
+
+    def _with_answers_of(self, index: int, prompt: Prompt) -> Prompt:
+        """The prompt with or without its response, as `answers` says; BadRow where it needs one and has none."""
+        answers = self.writer.settings.answers
+        if answers == "source" and prompt.response is None:
+            raise BadRow(
+                f"prompt {index} ({prompt.source}) has no response, which answers=source takes",
+                field="answers",
+                code="data",
+            )
+        return replace(prompt, response=None) if answers == "model" else prompt
 
     def _with_questions(self, prompts: dict[int, Prompt]) -> tuple[dict[int, Prompt], BadRows]:
         """The prompts, with the questions that the base model writes itself, and why others have none."""

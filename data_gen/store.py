@@ -62,7 +62,8 @@ class DataSettings:
     """The settings that determine every sample. A run can be resumed only with the same ones, except a larger `limit`.
 
     `identity` is the model's, with its tokenizer; `mixture` has plain values; answers have at most `max_new_tokens`.
-    For chat templates that contain the date, `date` is the day on which the run began.
+    For chat templates that contain the date, `date` is the day on which the run began. `answers` says whose they are:
+    `mixture`, `model` or `source`.
     """
 
     model: str
@@ -75,6 +76,7 @@ class DataSettings:
     date: str = ""
     temperature: float = 0.0
     top_p: float = 1.0
+    answers: str = "mixture"
 
     def shards(self) -> Iterator[range]:
         """The samples' indices, shard by shard."""

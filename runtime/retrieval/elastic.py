@@ -137,13 +137,22 @@ class ElasticLayer(SelectedLayer):
     """A cache layer whose entries are in CPU memory: `full`; for `padding` see `SelectedLayer`.
 
     `slots` say which of them are on the device, or on their way there: in `rows` [B, K, budget + 1, 2d], keys beside
-    values, in which the newest token's row follows the selected ones.
+    values, in which the newest token's row follows the selected ones. With `no_slots`, an empty map that all layers
+    share, nothing stays in its slot from step to step, and entries are loaded only when they are read.
     """
 
     def __init__(
-        self, full: FullEntries, slots: SlotMap, rows: Tensor, key_width: int, seen: int, padding: Tensor | None = None
+        self,
+        full: FullEntries,
+        slots: SlotMap,
+        rows: Tensor,
+        key_width: int,
+        seen: int,
+        padding: Tensor | None = None,
+        no_slots: SlotMap | None = None,
     ) -> None:
         self.full = full
+        self.no_slots = no_slots
         self.slots = slots
         self.rows = rows
         self.key_width = key_width
@@ -155,7 +164,9 @@ class ElasticLayer(SelectedLayer):
         self._loading: Future[Begun] | None = None
 
     @classmethod
-    def from_layer(cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic) -> "ElasticLayer":
+    def from_layer(
+        cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic, no_slots: SlotMap | None = None
+    ) -> "ElasticLayer":
         """A layer on the CPU, whose slots are filled like those of the other layers there; `layer` stays unchanged."""
         keys = layer.keys
         values = layer.values
@@ -165,7 +176,7 @@ class ElasticLayer(SelectedLayer):
         rows = torch.cat([slot_keys, slot_values], dim=3).to(slots.entries.device)
         rows = functional.pad(rows, (0, 0, 0, 1))  # the newest token's
         full = FullEntries.offload(keys, values, traffic)
-        return cls(full, slots, rows, keys.shape[3], layer.seen, layer.padding)
+        return cls(full, slots, rows, keys.shape[3], layer.seen, layer.padding, no_slots)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [..., 2d] -> keys and values [..., d]."""
@@ -180,15 +191,20 @@ class ElasticLayer(SelectedLayer):
     @override
     def prepare(self, selection: Selection) -> None:
         super().prepare(selection)
+        if self.no_slots is None:
+            self._begin_loading(selection)
+
+    def _begin_loading(self, selection: Selection) -> None:
         self._prepared = selection
-        self._change = self.slots.to(selection, self.full.length)
+        before = self.slots if self.no_slots is None else self.no_slots
+        self._change = before.to(selection, self.full.length)
         self.slots = self._change.after
         self._loading = in_background(_load, self.full, self.rows, self._change, Begun(self.rows.device))
 
     @override
     def gather(self, selection: Selection) -> LayerEntries:
         if self._prepared is not selection:
-            self.prepare(selection)
+            self._begin_loading(selection)
         self._await_loading()
         assert self._newest is not None
         count = selection.indices.shape[2]
@@ -233,7 +249,8 @@ class ElasticLayer(SelectedLayer):
     @override
     def share(self) -> "ElasticLayer":
         self._await_loading()
-        return ElasticLayer(self.full, self.slots, self.rows.clone(), self.key_width, self.seen, self.padding)
+        rows = self.rows.clone()
+        return ElasticLayer(self.full, self.slots, rows, self.key_width, self.seen, self.padding, self.no_slots)
 
 
 def _load(full: FullEntries, rows: Tensor, change: SlotChange, begun: Begun) -> Begun:
@@ -268,12 +285,14 @@ class Placement:
         device: The model's device.
         least_on_cpu: Number of last layers that are on the CPU at any length.
         plan: The plan that moves further layers; None without a memory limit.
+        is_elastic: Whether entries that two steps read in a row stay on the device, and others are loaded ahead.
     """
 
     budget: int
     device: torch.device
     least_on_cpu: int = 0
     plan: MemoryPlan | None = None
+    is_elastic: bool = True
 
     def on_cpu(self, rows: int, length: int) -> int:
         """Number of layers on the CPU when each of `rows` rows has `length` entries, padding included."""
@@ -307,11 +326,13 @@ class Placement:
             if layers_on_cpu:
                 slots = layers_on_cpu[0].slots
                 traffic = layers_on_cpu[0].full.traffic
+                no_slots = layers_on_cpu[0].no_slots
             else:
                 batch, kv_heads, _, _ = layer.keys.shape
                 slots = SlotMap.empty(batch, kv_heads, self.budget, self.device)
                 traffic = Traffic()
-            layers[index] = ElasticLayer.from_layer(layer, slots, traffic)
+                no_slots = None if self.is_elastic else SlotMap.empty(batch, kv_heads, self.budget, self.device)
+            layers[index] = ElasticLayer.from_layer(layer, slots, traffic, no_slots)
 
 
 def elastic_layers(layers: list[Any]) -> list[ElasticLayer]:

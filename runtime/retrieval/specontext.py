@@ -254,6 +254,8 @@ class SpeContext(SparseRead):
         heads: `each` KV head reads entries of its own; `same`: all heads of a layer read the same (section 4.2's
             batch-level retrieval).
         offload: Number of last layers whose entries are in CPU memory from the start.
+        loading: How such a layer gets the selected entries: `elastic`, those that the step before had not, while earlier
+            layers compute; `whole`, all of them, when it reads them.
         memory_limit: Device memory for weights and entries, such as 24GiB or a number of bytes: before they would
             exceed it, layers move to the CPU one at a time. None for no limit. It holds from the first decoding step
             on: the prefill has all layers on the device.
@@ -264,6 +266,7 @@ class SpeContext(SparseRead):
     window: Whole = 0
     heads: Annotated[str, Literal["each", "same"]] = "each"
     offload: Whole = 0
+    loading: Annotated[str, Literal["elastic", "whole"]] = "elastic"
     memory_limit: int | str | None = None
     uses_retrieval_head = True
 
@@ -367,7 +370,7 @@ class SpeContext(SparseRead):
                 head_keys=self.head.key_bytes,
                 groups=self.head.config.groups,
             )
-        return Placement(budget, model.device, self.offload, plan)
+        return Placement(budget, model.device, self.offload, plan, self.loading == "elastic")
 
     def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
         length = state.tokens.shape[1]

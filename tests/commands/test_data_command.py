@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from keepsight.data_gen import store
-from keepsight.files import append_lines, one_writer, read_json
+from keepsight.files import append_lines, one_writer, read_json, write_lines
 from keepsight.models import model_files
 from tests.commands.commands import DATA, CommandLine, last_of_each_key, samples_of, tree
 from tests.launch import launch
@@ -52,6 +52,20 @@ def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> Non
 def test_nucleus_sampling_needs_a_temperature(keepsight: CommandLine) -> None:
     keepsight.refuses("top_p", "conflict", "data", *TINY, *DATA, "top_p=0.9")
     keepsight.refuses("top_p", "conflict", "eval", *TINY, "tasks=niah_single", "out=out", "top_p=0.9")
+
+
+def test_answers_are_the_models_or_the_sources(keepsight: CommandLine, here: Path) -> None:
+    """Of three rows, two have a response."""
+    rows = [{"prompt": f"Say {number}.", "response": "A response."} for number in range(2)] + [{"prompt": "Say 9."}]
+    write_lines(here / "rows.jsonl", rows)
+    (here / "rows.yaml").write_text("min_tokens: 100\nmax_tokens: 400\nsources: [{kind: local_jsonl, path: rows.jsonl}]\n")
+    answers = {}
+    for whose in ("mixture", "model", "source"):
+        keepsight("data", *TINY, *DATA, "mixture=rows.yaml", "limit=12", f"answers={whose}", f"out={whose}")
+        answers[whose] = [sample.answer.startswith("A resp") for sample in samples_of(here / whose)]
+    assert len(answers["mixture"]) == len(answers["model"]) == 12 and not any(answers["model"])
+    assert sum(answers["mixture"]) == len(answers["source"]) < 12 and all(answers["source"])
+    keepsight.refuses("answers", "conflict", "data", *TINY, *DATA, "mixture=rows.yaml", "limit=12", "out=source")
 
 
 def test_a_mixture_may_have_aliases(keepsight: CommandLine, here: Path) -> None:

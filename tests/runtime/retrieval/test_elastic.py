@@ -53,6 +53,37 @@ def test_elastic_loading_equals_a_layer_on_the_device(walk, count):
     assert (traffic.fetched, traffic.selections) == (traffic.asked - traffic.reused * ENTRY, count)
 
 
+@settings(deadline=None, max_examples=10)
+@given(walk=walks(), count=st.integers(1, 8))
+def test_loading_all_entries_anew_reads_the_same(walk, count):
+    """Every selected entry is fetched at every step, and none before it is read."""
+    resident, layer = walk.layer(), _elastic(replace(walk))
+    layer.no_slots = SlotMap.empty(walk.batch, walk.kv_heads, walk.budget, torch.device("cpu"))
+    for selection, states in walk.steps(count):
+        layer.prepare(selection)
+        assert layer._loading is None
+        assert_close(step(layer, selection, states), step(resident, selection, states))
+    traffic = layer.full.traffic
+    assert (traffic.fetched, traffic.reused, traffic.selections) == (traffic.asked, 0, count)
+
+
+def test_a_method_that_loads_all_entries_answers_the_same():
+    model = tiny_model()
+    head = tiny_retrieval_head()
+    elastic = SpeContext(8, head, offload=model.config.num_hidden_layers)
+    answers = []
+    for method in (elastic, replace(elastic, loading="whole")):
+        state = method.start(model, prompt_ids(40)[0])
+        tokens = []
+        for _ in range(4):
+            token = state.logits.argmax(dim=-1, keepdim=True)
+            tokens.append(int(token))
+            state, _ = read(method.reader(model), state, token)
+        traffic = state.cache.layers[0].full.traffic
+        answers.append((tokens, traffic.reused))
+    assert answers[0][0] == answers[1][0] and answers[0][1] > answers[1][1] == 0
+
+
 def test_a_copy_goes_its_own_way():
     walk = Walk(2, 2, 6, 10, padding=[0, 3])
     layer, plain = _elastic(walk), replace(walk).layer()
