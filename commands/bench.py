@@ -97,11 +97,18 @@ def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
 
 def decode(config: configs.BenchDecode) -> None:
     """Measure decoding steps."""
+    if config.attention and not config.batch:
+        raise UserError(
+            "attention= times the full cache beside a batch of a known size: leave it out, or give batch=",
+            field="attention",
+            code="conflict",
+        )
     target, methods = _methods(config, config.tokens)
     model = target.model
     with _runner(config, target) as runner:
         if config.batch:
-            _print(bench_decode(runner, model, methods, config.tokens, config.batch, config.answer_tokens))
+            load = config.tokens, config.batch, config.answer_tokens
+            _print(bench_decode(runner, model, methods, *load, config.attention))
         else:
             _print(bench_largest(runner, model, methods, config.tokens, config.answer_tokens))
 

@@ -40,7 +40,18 @@ class Data(shared.DataKeys):
     """
 
     COMMON: ClassVar = (
-        *("out", "model.id", "mixture", "answers", "limit", "max_new_tokens", "backend", "server.url", "skip", "batch_tokens"),
+        *(
+            "out",
+            "model.id",
+            "mixture",
+            "answers",
+            "limit",
+            "max_new_tokens",
+            "backend",
+            "server.url",
+            "skip",
+            "batch_tokens",
+        ),
     )
     out: str = "???"
     seed: int = 0

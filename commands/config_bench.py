@@ -206,15 +206,20 @@ class BenchDecode(Lengths, Benched):
 
     Prints for each method: milliseconds per step, tokens per second, the ratio to the full cache's step and to that of
     the first method, and the memory of the KV entries. Methods take turns, so that ratios are right on a machine whose
-    speed varies; all caches are in memory at once, unless batch=0. Prefill and eviction are not timed.
+    speed varies; all caches are in memory at once, unless batch=0. `selecting` is the share of a step in which entries
+    are selected. `prefill s` is the prefill with its eviction, timed once, and `with prefill/s` the tokens per second
+    of all rows when it counts too.
 
     Attributes:
+        attention: Further implementations of attention with which the full cache is timed, by their names in
+            transformers: eager, sdpa, flash_attention_2.
         batch: Batch size; 0 measures one method after the other, each at the largest batch that fits the free memory.
         answer_tokens: Timed decoding steps, after three for warm-up.
     """
 
     tokens: PositiveInt = 4096
     budgets: shared.Counts = field(default_factory=lambda: [128])
+    attention: list[str] = field(default_factory=list)
     batch: NonNegativeInt = 1
     answer_tokens: PositiveInt = 32
 

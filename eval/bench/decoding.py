@@ -3,8 +3,9 @@
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
+from keepsight.errors import UserError, one_line
 from keepsight.eval.answers import default_batch_tokens, entry_bytes, free_tokens
 from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.bench.offload import random_state
@@ -21,6 +23,7 @@ from keepsight.eval.sweep import Variant, plan, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
+from keepsight.models.transformers_internals import attention_of_config
 from keepsight.progress import progress_bar
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.drafting.speculative import (
@@ -32,7 +35,8 @@ from keepsight.runtime.drafting.speculative import (
 from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, end_ids, generate, stop_after
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH
-from keepsight.runtime.state import Needs, State, prefill
+from keepsight.runtime.retrieval.specontext import RetrievalCache
+from keepsight.runtime.state import Needs, State, full_layers, prefill
 from keepsight.tables import TerminalColumn, name_column
 
 _WARM_UP = 3
@@ -41,21 +45,37 @@ _MOST_ROWS = 1024
 
 
 def bench_decode(
-    runner: Runner, model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, batch: int, steps: int
+    runner: Runner,
+    model: PreTrainedModel,
+    methods: Mapping[str, Method],
+    tokens: int,
+    batch: int,
+    steps: int,
+    attentions: Sequence[str] = (),
 ) -> Iterator[str]:
     """A line for each method: milliseconds a decoding step, over those of the full cache and of the first method.
 
     Prompts are random tokens. The methods take turns step by step, so that a machine that slows down slows all of them:
-    ratios hold where times do not. For this the caches of all methods are in memory at once.
+    ratios hold where times do not. For this the caches of all methods are in memory at once. `attentions` are further
+    implementations of attention with which the full cache is timed, one after another.
     """
     require_room(model, tokens + _WARM_UP + steps, batch)
     yield f"{batch} rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
 
     def measure(_: None) -> Iterator[Row]:
-        return _in_turns(model, {"full cache": FullCache(), **methods}, random_ids(model, batch, tokens), steps)
+        ids = random_ids(model, batch, tokens)
+        yield from _in_turns(model, {"full cache": FullCache(), **methods}, ids, steps)
+        for attention in attentions:
+            with _attending_by(model, attention):
+                decoding = _Decoding.after(model, FullCache(), ids)
+                for _ in range(steps):
+                    decoding.step()
+            yield {"method": f"full cache, {attention}", **decoding.figures(batch), "of first": None}
 
     rows = with_ratios(runner.rows("decode", [({"tokens": tokens}, None)], measure), {"of full": "ms a step"})
-    columns = _columns(["full cache", *methods], "ms a step", "tokens/s", "of full", "of first", "KV MiB")
+    names = ["full cache", *methods, *(f"full cache, {attention}" for attention in attentions)]
+    figures = ("ms a step", "tokens/s", "of full", "of first", "KV MiB", "selecting", "prefill s", "with prefill/s")
+    columns = _columns(names, *figures)
     yield from runner.table("decode", columns, rows)
 
 
@@ -63,13 +83,32 @@ def _in_turns(model: PreTrainedModel, methods: Mapping[str, Method], ids: Tensor
     """A row for each method; `of first` compares it with the first method after the full cache."""
     decodings: dict[str, _Decoding] = {}
     for name, method in progress_bar(methods.items(), name="prompts", unit="method"):
-        decodings[name] = _Decoding(method.reader(model), method.start(model, ids))
+        decodings[name] = _Decoding.after(model, method, ids)
     for _ in progress_bar(range(steps), name="steps", unit="step"):
         for decoding in decodings.values():
             decoding.step()
     _, first_method, *_ = decodings.values()
     for name, decoding in decodings.items():
-        yield {"method": name, **decoding.figures(len(ids)), "of first": decoding.seconds / first_method.seconds}
+        of_first = decoding.seconds / first_method.seconds
+        yield {"method": name, **decoding.figures(len(ids)), "of first": of_first, "selecting": decoding.selecting()}
+
+
+@contextmanager
+def _attending_by(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """The model attends by another implementation within the block; UserError if transformers cannot load it."""
+    before = attention_of_config(model.config)
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"attention={attention} cannot be loaded ({one_line(str(error))}); leave it out, or install it",
+            field="attention",
+            code="missing",
+        ) from error
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def bench_largest(
@@ -92,7 +131,17 @@ def bench_largest(
     yield from runner.table("decode", columns, rows)
 
 
-_FORMS = {"rows": "d", "ms a step": ".1f", "tokens/s": ".1f", "of full": ".2f", "of first": ".2f", "KV MiB": ".1f"}
+_FORMS = {
+    "rows": "d",
+    "ms a step": ".1f",
+    "tokens/s": ".1f",
+    "of full": ".2f",
+    "of first": ".2f",
+    "KV MiB": ".1f",
+    "selecting": ".0%",
+    "prefill s": ".2f",
+    "with prefill/s": ".1f",
+}
 """How each figure is written."""
 
 
@@ -128,13 +177,21 @@ def _of_rows(model: PreTrainedModel, method: Method, alone: State, rows: int, le
 
 
 class _Decoding:
-    """Greedy decoding from a state, with the seconds that each step took."""
+    """Greedy decoding from a state, with the seconds that each step took, and those of its prefill if it is known."""
 
     @torch.no_grad()
-    def __init__(self, reader: Reader, state: State) -> None:
+    def __init__(self, reader: Reader, state: State, prefill_seconds: float | None = None) -> None:
         self.reader = reader
         self.state = read_greedily(reader, state, _WARM_UP)
+        self.prefill_seconds = prefill_seconds
         self.seconds_of_steps: list[float] = []
+
+    @classmethod
+    def after(cls, model: PreTrainedModel, method: Method, ids: Tensor) -> "_Decoding":
+        """Decoding after a method's own prefill of prompts [B, N], which is timed once."""
+        states = list[State]()
+        seconds = seconds_of(lambda: states.append(method.start(model, ids)))
+        return cls(method.reader(model), states[0], seconds)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -148,9 +205,48 @@ class _Decoding:
         return statistics.median(self.seconds_of_steps)
 
     def figures(self, rows: int) -> Row:
-        """Milliseconds a step, tokens per second of all rows, and MiB of entries."""
+        """Milliseconds a step, tokens per second of all rows, MiB of entries; and of prefill and steps if known."""
         kv_mib = self.state.kv_bytes / 2**20
-        return {"ms a step": self.seconds * 1000, "tokens/s": rows / self.seconds, "KV MiB": kv_mib}
+        row: Row = {"ms a step": self.seconds * 1000, "tokens/s": rows / self.seconds, "KV MiB": kv_mib}
+        if self.prefill_seconds is not None:
+            row["prefill s"] = self.prefill_seconds
+            steps = len(self.seconds_of_steps)
+            row["with prefill/s"] = rows * steps / (self.prefill_seconds + sum(self.seconds_of_steps))
+        return row
+
+    @torch.no_grad()
+    def selecting(self) -> float | None:
+        """The share of a further step that the selection of entries takes; None where a method selects none.
+
+        Selections are waited for one by one, so that on a GPU the share is an upper bound.
+        """
+        kinds = {type(layer.selector) for layer in full_layers(self.state.cache) if getattr(layer, "selector", None)}
+        if isinstance(self.state.cache, RetrievalCache):
+            kinds = {type(self.state.cache.selector)}
+        if not kinds:
+            return None
+        with ExitStack() as patched:
+            seconds = [patched.enter_context(_timed_selections(kind)) for kind in kinds]
+            whole = seconds_of(self._read)
+        return sum(map(sum, seconds)) / whole
+
+
+@contextmanager
+def _timed_selections(kind: Any) -> Iterator[list[float]]:
+    """The seconds of each selection by selectors of a class within the block."""
+    seconds: list[float] = []
+    select = kind.select
+
+    def timed_select(selector: object, *inputs: object) -> object:
+        selections: list[object] = []
+        seconds.append(seconds_of(lambda: selections.append(select(selector, *inputs))))
+        return selections[0]
+
+    kind.select = timed_select
+    try:
+        yield seconds
+    finally:
+        kind.select = select
 
 
 def bench_speculate(

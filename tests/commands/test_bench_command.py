@@ -75,19 +75,33 @@ def test_evictions_against_the_prefill(keepsight: CommandLine, monkeypatch: pyte
 
 
 def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
-    given = ("tokens=90", "methods=[snapkv,adakv,{name: specache, group: 8}]", "answer_tokens=2")
+    methods = "methods=[snapkv,adakv,{name: specache, group: 8},{name: quest, page: 8}]"
+    given = ("tokens=90", methods, "answer_tokens=2", "attention=[eager]")
     title, names, *lines = keepsight("bench", "decode", *METHODS, *given, "batch=2").splitlines()
     assert title.startswith("2 rows of 90 tokens, median of 2 steps, ")
-    assert cells(names) == ["method", "ms a step", "tokens/s", "of full", "of first", "KV MiB"]
-    rows = {name: [float(figure) for figure in figures] for name, *figures in map(cells, lines)}
+    times = ["ms a step", "tokens/s", "of full", "of first", "KV MiB"]
+    assert cells(names) == ["method", *times, "selecting", "prefill s", "with prefill/s"]
+    figures = {name: figures for name, *figures in map(cells, lines)}
+    quest = figures.pop("quest page=8 48")
+    assert quest[5].endswith("%") and 0 < int(quest[5][:-1]) < 100, "it alone selects"
+    eager = figures.pop("full cache, eager")
+    assert len(eager) == len(quest) - 2, "neither selecting nor a ratio to the first method"
+    rows = {name: [float(figure) for figure in numbers] for name, numbers in figures.items()}
     assert list(rows) == ["full cache", "snapkv 48", "adakv 48", "specache group=8"]
+    assert all(0 < numbers[-1] < numbers[1] and numbers[-2] >= 0 for numbers in rows.values())
     full, snapkv, adakv, _ = rows.values()
     assert full[2] == snapkv[3] == 1
-    for milliseconds, speed, of_full, of_first, _ in rows.values():
+    for milliseconds, speed, of_full, of_first, *_ in rows.values():
         assert speed == pytest.approx(2000 / milliseconds, rel=0.2)
         assert of_full == pytest.approx(milliseconds / full[0], rel=0.2)
         assert of_first == pytest.approx(milliseconds / snapkv[0], rel=0.2)  # printed with few digits
     assert snapkv[4] == adakv[4] < full[4], "KV MiB held"
+
+
+def test_attention_that_is_not_there_is_refused(keepsight: CommandLine) -> None:
+    given = ("bench", "decode", *METHODS, "tokens=90", "methods=[snapkv]", "answer_tokens=1")
+    keepsight.refuses("attention", "missing", *given, "attention=[no_such_attention]")
+    keepsight.refuses("attention", "conflict", *given, "attention=[eager]", "batch=0")
 
 
 def test_decoding_in_the_largest_batch_of_each_method(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

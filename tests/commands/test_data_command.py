@@ -58,7 +58,9 @@ def test_answers_are_the_models_or_the_sources(keepsight: CommandLine, here: Pat
     """Of three rows, two have a response."""
     rows = [{"prompt": f"Say {number}.", "response": "A response."} for number in range(2)] + [{"prompt": "Say 9."}]
     write_lines(here / "rows.jsonl", rows)
-    (here / "rows.yaml").write_text("min_tokens: 100\nmax_tokens: 400\nsources: [{kind: local_jsonl, path: rows.jsonl}]\n")
+    (here / "rows.yaml").write_text(
+        "min_tokens: 100\nmax_tokens: 400\nsources: [{kind: local_jsonl, path: rows.jsonl}]\n"
+    )
     answers = {}
     for whose in ("mixture", "model", "source"):
         keepsight("data", *TINY, *DATA, "mixture=rows.yaml", "limit=12", f"answers={whose}", f"out={whose}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.methods import SpeCache, SpeContext
 from keepsight.runtime.offload import Begun, Traffic
-from keepsight.runtime.retrieval.elastic import ElasticLayer, SlotMap
+from keepsight.runtime.retrieval.elastic import ElasticLayer, SlotMap, elastic_layers
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import read
 from tests.close import assert_close
@@ -79,7 +79,7 @@ def test_a_method_that_loads_all_entries_answers_the_same():
             token = state.logits.argmax(dim=-1, keepdim=True)
             tokens.append(int(token))
             state, _ = read(method.reader(model), state, token)
-        traffic = state.cache.layers[0].full.traffic
+        traffic = elastic_layers(state.cache.layers)[0].full.traffic
         answers.append((tokens, traffic.reused))
     assert answers[0][0] == answers[1][0] and answers[0][1] > answers[1][1] == 0
 
