@@ -147,7 +147,7 @@ TUNED = {
     "LookaheadKV, the paper's selection": "LookaheadKV (shipped), the paper's selection, pooled by max over 7",
     **alike(EARLIER),
 }
-UNTRAINED = "KVgrad", "KVzip", "Expected Attention", "SnapKV, mean over 3"
+UNTRAINED = "KVgrad", "KVgrad, chunks of 512", "KVzip", "Expected Attention", "SnapKV, mean over 3"
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
 CODER_RULER = ("coder_ruler", "coder_ruler_paper")
@@ -155,15 +155,15 @@ CODER_REAL = ("coder_real", "coder_real_paper")
 DIFFERENCE = "{difference} ({low} to {high})"
 
 
-def paired(run: str, what: str = "excess_nll", method: str = OURS, minus: tuple[str, ...] = ()) -> Table:
-    """Paired differences of a run: a method minus each of the others that it was compared with."""
+def paired(*runs: str, what: str = "excess_nll", method: str = OURS, minus: tuple[str, ...] = ()) -> Table:
+    """Paired differences of runs over the same prompts: a method minus each of the others it was compared with."""
     return Table(
         "question_differences",
         "budget",
         cell=DIFFERENCE,
         by="minus",
         rows=alike(*minus),
-        where={"run": (run,), "what": (what,), "method": (method,)},
+        where={"run": runs, "what": (what,), "method": (method,)},
         columns=(),
         title=f"{method.removesuffix(' (shipped)')} minus, entries:",
     )
@@ -287,11 +287,11 @@ TABLES = {
         cell="{excess_nll}",
         by="file",
         head="{} entries",
-        where={"run": ("unseen110",), "method": ("KVgrad",)},
+        where={"run": ("kvgrad256",), "method": ("KVgrad",)},
         columns=(),
     ),
     "seen-pairs": paired("all110"),
-    "unseen-pairs": paired("unseen110"),
+    "unseen-pairs": paired("kvgrad256", "unseen110"),
     "other-unseen-pairs": paired("other_unseen"),
     "long-seen-pairs": paired("long_seen"),
     "long-unseen-pairs": paired("long_unseen"),
@@ -300,9 +300,9 @@ TABLES = {
     "reconstruction": on("reconstruction", OURS, "KVzip", "SnapKV, mean over 3"),
     "reconstruction-pairs": paired("reconstruction"),
     "weights-pairs": paired("tuned33_laq", method=EARLIER, minus=(WEIGHTED_LAQ,)),
-    "weights-score-pairs": paired("tuned33_laq", "score", EARLIER, (WEIGHTED_LAQ,)),
+    "weights-score-pairs": paired("tuned33_laq", what="score", method=EARLIER, minus=(WEIGHTED_LAQ,)),
     "laq-pairs": paired("scores33"),
-    "laq-score-pairs": paired("scores33", "score"),
+    "laq-score-pairs": paired("scores33", what="score"),
     "scores33": trial("task scores: 33 prompts, question seen", "score"),
     "every": trial("eviction while decoding: 11 prompts, answers of up to 256 tokens"),
     "sparse": trial("SpecKV's sparse prefill: 8 prompts of 4,096 to 8,192 tokens, question seen"),
@@ -492,7 +492,7 @@ UNSEEN_RIVALS = ("KVgrad", "KVzip", "SnapKV, mean over 3")
 
 def sources_table(rivals: tuple[str, ...] = UNSEEN_RIVALS, budgets: tuple[str, ...] = SEEN) -> str:
     """Excess NLL with the question unseen on the data sets that training used, and on the others."""
-    results = read("by_file").query("run == 'unseen110'")
+    results = read("by_file").query("run in ('unseen110', 'kvgrad256')")
     results = results.assign(excess_nll=results["excess_nll"].astype(float))
     others = results["file"].isin(SOURCES_NOT_TRAINED_ON)
     parts = {
