@@ -401,11 +401,11 @@ class Engine:
         if not length:
             raise UserError("the prompt has 0 tokens; send at least one", field="prompt", code="range")
         if length > self.max_prompt_tokens:
-            raise TooLong(self.too_long(f"the prompt has {length} tokens"), field="prompt", code="range")
+            raise TooLong(self.too_long(f"{length} tokens"), field="prompt", code="range")
         if length + answer_tokens > self.context:
             raise TooLong(
-                f"this model's maximum context length is {self.context} tokens; {length} of the prompt and "
-                f"{answer_tokens} of the answer do not fit; shorten the prompt, or lower max_tokens",
+                f"this model's maximum context length is {self.context} tokens; the prompt is too long, with {length} "
+                f"tokens beside {answer_tokens} of the answer; shorten it, or lower max_tokens",
                 field="prompt",
                 code="range",
             )
@@ -414,19 +414,22 @@ class Engine:
         except UserError:
             method.check(length, _UNBOUNDED)  # raises what is not about the context
             raise TooLong(
-                f"this model's maximum context length is {self.context} tokens; after a prompt of {length} "
-                f"there is no room for the tokens {type(method).__name__} observes with; shorten the prompt",
+                f"this model's maximum context length is {self.context} tokens; the prompt is too long, with {length} "
+                f"tokens beside those that {type(method).__name__} observes with; shorten it",
                 field="prompt",
                 code="range",
             ) from None
 
     def too_long(self, length: str) -> str:
-        """The message about a prompt that is longer than this engine reads; `length` says how long it is."""
+        """The message about a prompt that is longer than this engine reads; `length` says how long it is.
+
+        LangChain looks for "prompt is too long", LiteLLM and others for "maximum context length".
+        """
         if self.max_prompt_tokens < self.context:
             limit = f"this server's maximum context length is {self.max_prompt_tokens} tokens (max_prompt_tokens=)"
         else:
             limit = f"this model's maximum context length is {self.context} tokens"
-        return f"{limit}; {length}; shorten it"
+        return f"{limit}; the prompt is too long, with {length}; shorten it"
 
     def with_budget(self, budget: int | float) -> Evict:
         """The engine's method with another budget, for a `Job`.

@@ -275,7 +275,7 @@ class Service:
     def _check_ids(self, ids: list[int], field: str) -> None:
         """Refuse ids that are too many for a prompt, or no tokens."""
         if len(ids) > self.engine.max_prompt_tokens:
-            raise TooLong(self.engine.too_long(f"the prompt has {len(ids)} tokens"), field="prompt", code="range")
+            raise TooLong(self.engine.too_long(f"{len(ids)} tokens"), field="prompt", code="range")
         vocabulary = self.target.vocabulary
         for token in ids:
             if not 0 <= token < vocabulary:
@@ -286,7 +286,7 @@ class Service:
     async def _chat_prompt(self, messages: Sequence[Message], arguments: dict[str, Any]) -> tuple[str, list[int]]:
         """The text of a chat and its tokens; see `_in_thread`."""
         if len(messages) > self.engine.max_prompt_tokens:
-            raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"), field="prompt", code="range")
+            raise TooLong(self.engine.too_long(f"{len(messages)} messages"), field="prompt", code="range")
 
         characters = sum(len(message.text) for message in messages)
         self._check_characters(characters)
@@ -335,7 +335,7 @@ class Service:
 
     def _check_characters(self, characters: int) -> None:
         if characters > self.most_characters:
-            length = f"the prompt has {characters} characters, more than so many tokens hold"
+            length = f"{characters} characters, more than so many tokens hold"
             raise TooLong(self.engine.too_long(length), field="prompt", code="range")
 
     async def _read(self, request: Request, kind: Any) -> Any:

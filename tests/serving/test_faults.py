@@ -150,6 +150,7 @@ def refused_as_too_long(reply: httpx.Response) -> str:
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["code"] == "context_length_exceeded" and "maximum context length" in error["message"]
+    assert "prompt is too long" in error["message"], "by which LangChain knows it"
     return str(error["message"])
 
 

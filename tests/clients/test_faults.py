@@ -1,0 +1,148 @@
+"""What real clients make of refusals, and of what goes wrong: their own classes of errors, and others are answered."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from keepsight.models.decoder import decoder_layers
+from keepsight.models.targets import Target
+from tests.clients.served import PROMPTS, QUICK, TOKENS, Served, client_command, environment_without_paths, outcomes_of
+from tests.serving.loopback import serving, wait_until
+
+pytestmark = pytest.mark.clients
+Refused: TypeAlias = dict[str, tuple[str, int | None, str]]
+LONG = PROMPTS[8] * 6
+SLOW = 100
+"""Tokens of a pass from which it is slow."""
+CASES: dict[str, Any] = {
+    "short": PROMPTS[0],
+    "long": LONG,
+    "too_long": "the ship " * 5000,
+    "too_large": "x" * 70_000,
+    "tokens": TOKENS,
+    "patience": 0.3,
+}
+REFUSED: dict[str, Refused] = {
+    "openai": {
+        "wrong key": ("AuthenticationError", 401, "key"),
+        "models without the key": ("AuthenticationError", 401, "key"),
+        "text/plain": ("APIStatusError", 415, "application/json"),
+        "too long": ("BadRequestError", 400, "maximum context length"),
+        "too large": ("APIStatusError", 413, "65536"),
+        "leaves in a prefill": ("APITimeoutError", None, ""),
+        "a task that is cancelled": ("TimeoutError", None, ""),
+    },
+    "litellm": {
+        "wrong key": ("AuthenticationError", 401, "key"),
+        "too long": ("ContextWindowExceededError", 400, "maximum context length"),
+        "too large": ("APIError", 413, "65536"),
+    },
+    "langchain-openai": {
+        "wrong key": ("OpenAIAuthenticationError", 401, "key"),
+        "too long": ("OpenAIInvalidRequestError", 400, "maximum context length"),
+        "too large": ("APIStatusError", 413, "65536"),
+    },
+}
+"""For each client the class of its error, the status, and words of the message."""
+REFUSED_BY_OURS: dict[str, Refused] = {
+    "openai": {
+        "a demanded call": ("BadRequestError", 400, "tool_choice"),
+        "Host": ("PermissionDeniedError", 403, "hosts="),
+        "Origin": ("PermissionDeniedError", 403, "origins="),
+    },
+    "litellm": {"Origin": ("APIError", 403, "origins=")},
+    "langchain-openai": {"too long": ("OpenAIContextOverflowError", 400, "prompt is too long")},
+}
+
+
+def check(client: str, served: Served, open_url: str, refused: Refused, folder: Path) -> None:
+    """Compare what a client met."""
+    outcomes = outcomes_of("fault.py", client, served.url, open_url, cases=CASES, folder=folder)
+    *faults, afterwards = outcomes
+    found = {fault["what"]: (fault["error"], fault["status"]) for fault in faults}
+    assert found == {what: (error, status) for what, (error, status, _) in refused.items()}
+    for fault in faults:
+        assert refused[fault["what"]][2] in fault["text"], fault
+    kind = "completion" if client == "openai" else "chat"
+    assert afterwards["error"] == "" and afterwards["text"] == served.expected(kind, CASES["short"])
+
+
+@pytest.fixture
+def slow_layers(target: Target) -> Iterator[list[int]]:
+    """The lengths of slow passes of layers: those over many tokens."""
+    lengths: list[int] = []
+
+    def wait(module: Any, arguments: Any, output: Any) -> None:
+        length = arguments[0].shape[1]
+        if length > SLOW:
+            lengths.append(length)
+            time.sleep(1)
+
+    with ExitStack() as hooks:
+        for layer in decoder_layers(target.model):
+            hooks.callback(layer.register_forward_hook(wait).remove)
+        yield lengths
+
+
+@pytest.mark.parametrize("client", [pytest.param("openai", marks=QUICK), *list(REFUSED)[1:]])
+def test_our_own_server_refuses_in_words_of_clients(
+    client: str, target: Target, slow_layers: list[int], tmp_path: Path
+) -> None:
+    """Prompts whose clients have left are read no further than the layer that they are in."""
+    with serving(target, key="any") as (url, engine), serving(target) as (open_url, _):
+        slow_layers.clear()
+        served = Served(url, target, engine)
+        check(client, served, open_url, REFUSED[client] | REFUSED_BY_OURS[client], tmp_path)
+        left = 2 if client == "openai" else 0
+        wait_until(lambda: engine.load == (0, 0))
+        assert engine.totals.ended["cancelled"] == left >= len(slow_layers), "the second may leave while it waits"
+
+
+@pytest.mark.parametrize("client", REFUSED)
+def test_the_server_beside_vllm_refuses_in_words_of_clients(client: str, beside_vllm: Served, tmp_path: Path) -> None:
+    check(client, beside_vllm, "", REFUSED[client], tmp_path)
+
+
+@QUICK
+def test_a_deploy_cuts_no_answer_and_lets_nobody_wait(target: Target, folder: Path, tmp_path: Path) -> None:
+    """SIGTERM while an answer runs and two requests wait."""
+    command = [sys.executable, "-m", "keepsight", "serve", f"model.id={folder}", "model.device=cpu"]
+    command += ["model.dtype=float32", "method=snapkv", "budget=40", "options={window: 8}", "rows=1", "grace=120"]
+    command += ["port=0", "name=tiny", "max_new_tokens=2000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            url = server.stdout.readline().split(" at ")[1].split()[0].removesuffix("/v1")
+            with subprocess.Popen(
+                client_command("fault.py", "deploy", url, ""),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment_without_paths(),
+                cwd=tmp_path,
+            ) as client:
+                assert client.stdin is not None and client.stdout is not None
+                json.dump(CASES | {"tokens": 1500, "patience": 1}, client.stdin)
+                client.stdin.close()
+                assert client.stdout.readline() == "running\n"
+                server.send_signal(signal.SIGTERM)
+                outcomes = json.loads(client.stdout.read())
+                assert client.wait(60) == 0
+            code = server.wait(120)
+            errors = server.stderr.read()
+        finally:
+            server.kill()
+    found = {outcome["what"]: outcome for outcome in outcomes}
+    assert found["running"]["text"] == "length" and code == 0, errors[-3000:]
+    assert (found["whole"]["error"], found["whole"]["status"]) == ("InternalServerError", 503)
+    assert found["stream"]["error"] == "APIError"
+    for name in ("whole", "stream"):
+        assert "shutting down" in found[name]["text"]
