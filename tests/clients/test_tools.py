@@ -1,0 +1,39 @@
+"""Real clients offer a tool, and read the calls of an answer, whole and streamed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.models.targets import Target
+from tests.clients.served import outcomes_of
+from tests.serving.loopback import serving
+from tests.serving.test_tools import TEMPLATE, WEATHER, call, response_template
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tokenizers import scripted
+
+pytestmark = pytest.mark.clients
+ANSWERS = 8
+"""How often the model says the same."""
+
+
+@pytest.fixture
+def calling() -> Iterator[str]:
+    """A server whose model calls the tool for two cities, in each answer again."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = response_template("<tool_call>", "</tool_call>")
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with serving(Target(model, tokenizer, "tiny", "1")) as (url, _):
+        ids = tokenizer(f"Let me look.\n{call('Ulm')}\n{call('Köln')}", add_special_tokens=False)["input_ids"]
+        scripted(model).say([*ids, tokenizer.eos_token_id] * ANSWERS)
+        yield url
+
+
+@pytest.mark.parametrize("client", ["openai", "litellm", "langchain-openai", "llm"])
+def test_clients_read_calls(client: str, calling: str, tmp_path: Path) -> None:
+    cases = {"prompt": "Is it warm?", "tool": WEATHER}
+    found = outcomes_of("call.py", client, calling, str(tmp_path), cases=cases, folder=tmp_path)
+    assert found == [{"name": "weather", "arguments": {"city": city}} for city in ("Ulm", "Köln", "Ulm", "Köln")]
