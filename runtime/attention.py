@@ -630,6 +630,13 @@ def _with_bias(
             field="model",
             code="model",
         )
+    if bank.is_meta and not query.is_meta:
+        raise UserError(
+            "the profiles of the bias by distance are offloaded, and attention cannot read them there; load the model "
+            "without offloading",
+            field="model.device_map",
+            code="model",
+        )
     sinks: Tensor | None = options.get("sinks")
     channels = [with_positions(query, entries.positions), options["position_bias"].to(query.dtype)]
     if sinks is not None:

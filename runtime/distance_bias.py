@@ -55,8 +55,9 @@ class DistanceBias:
         query_positions = positions_in(grouped[..., :width])
         distances = query_positions[..., :, None] - positions_in(keys)[..., None, :]
         furthest = by_distance.shape[-1] - 1
-        bias = by_distance.gather(-1, distances.clamp(0, furthest))
-        return bias.masked_fill((distances < 0) | (distances > furthest), 0.0)
+        is_without = (distances < 0) | (distances > furthest)
+        bias = by_distance.gather(-1, distances.clamp_(0, furthest))  # in place: eight bytes for each logit
+        return bias.masked_fill(is_without, 0.0)
 
     def sinks(self, grouped: Tensor) -> Tensor:
         """The sinks [..., r] float32 of queries [..., r, channels]."""

@@ -20,6 +20,7 @@ SAMPLE = (
     "gemma3",
     "gemma4_text",
     "gpt2",
+    "inkling_text",
     "llama",
     "mamba",
     "nemotron_h",
