@@ -99,8 +99,8 @@ class Serve(Evicting):
         vllm: Start vLLM's server, and a worker that prefills long prompts for it.
         reader: Who prefills long prompts with vllm=true: worker, a process beside vLLM with a model of its own; or vllm
             itself, for methods that score entries while they are read, such as snapkv, on a CPU.
-        worker_threads: Threads of the worker with vllm=true on a CPU; vLLM has the other cores. 0 for half of the cores,
-            or fewer where OMP_NUM_THREADS says so.
+        worker_threads: Threads of the worker with vllm=true on a CPU; vLLM has the other cores. 0 for half of all, or
+            fewer where OMP_NUM_THREADS says so.
         min_prompt_tokens: Shortest prompt to evict from with vllm=true; vLLM alone answers shorter ones. 0 for twice
             the budget.
         prefixes: Folder of `keepsight prefix`; vLLM's server then answers its ids too. Servers may share it.

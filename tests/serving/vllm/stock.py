@@ -201,10 +201,10 @@ def completed(server: Server, case: Case, tokens: int = TOKENS, key: str = "any"
 
 
 def completed_together(server: Server, cases: list[Case], tokens: int) -> list[list[int]]:
-    """The ids that one request of `/v1/completions` answers to the prompts of all cases."""
+    """The ids that one request of `/v1/completions` answers to the prompts of all cases, so many to each."""
     asked = {"model": "tiny", "prompt": [case.prompt for case in cases], "max_tokens": tokens, "temperature": 0}
     create: Any = server.client().completions.create
-    choices = create(**asked, extra_body={"return_token_ids": True}).choices
+    choices = create(**asked, extra_body={"return_token_ids": True, "min_tokens": tokens}).choices
     return [choice.model_dump()["token_ids"] for choice in sorted(choices, key=lambda choice: choice.index)]
 
 
