@@ -179,11 +179,11 @@ def _run_vllm(config: Config) -> None:
     target = outline if evict else target_of(config)
     min_prompt_tokens = _min_prompt_tokens(config, target)
     prefix_bytes = read_bytes(config.prefix_bytes)
-    with server_folder() as folder, _prefix_folder(folder, prefix_bytes) as own_prefixes:
+    with server_folder() as folder, _prefix_folder(folder, prefix_bytes) as plain_prefixes:
         # Clients name prefixes of the first folder alone; those of the second are made and removed by this server.
         named_prefixes = Path(config.prefixes or Path(folder, "named"))
         named_prefixes.mkdir(parents=True, exist_ok=True)
-        own_prefixes.mkdir(parents=True, exist_ok=True)
+        plain_prefixes.mkdir(parents=True, exist_ok=True)
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
         tokenizer = Path(folder, "tokenizer")
         stopping = Path(folder, "stopping")
@@ -198,15 +198,15 @@ def _run_vllm(config: Config) -> None:
 
         worker = None
         if evict:
-            transfer = evicting_config(named_prefixes, own_prefixes, evict)
+            transfer = evicting_config(named_prefixes, plain_prefixes, evict)
             environment["KEEPSIGHT_EVICT"] = "1"
         else:
-            transfer = transfer_config(named_prefixes, own_prefixes)
+            transfer = transfer_config(named_prefixes, plain_prefixes)
             _divide_threads(config, target, environment)
             worker = Worker(
                 target,
                 method,
-                own_prefixes,
+                plain_prefixes,
                 page=config.page,
                 waiting=config.waiting,
                 max_bytes=prefix_bytes,
@@ -247,9 +247,9 @@ def _run_vllm(config: Config) -> None:
 @contextmanager
 def _prefix_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     """A folder for so many bytes of prefixes: in memory, or in the server's own folder where memory has less room."""
-    from keepsight.serving.vllm.folder import place_in_memory, server_folder
+    from keepsight.serving.vllm.folder import memory_folder, server_folder
 
-    memory = place_in_memory(nbytes)
+    memory = memory_folder(nbytes)
     if memory is None:
         yield Path(folder, "prefixes")
         return

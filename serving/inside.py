@@ -13,7 +13,7 @@ from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.observe import LayerObserver
 
 CONNECTOR = "EvictingConnector"
-OWN_FOLDER = "own"
+PLAIN_FOLDER = "plain"
 """In the connector's configuration, the folder of the prefixes that are made of plain requests, which is emptied when
 the engine starts: the middleware keeps and removes what is in it."""
 RAGGED = "KEEPSIGHT_RAGGED"
@@ -52,15 +52,17 @@ def plain_eviction(vllm_config: Any) -> PlainEviction | None:
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return None
     options = transfer.kv_connector_extra_config
-    if not options.get(OWN_FOLDER):
+    if not options.get(PLAIN_FOLDER):
         return None
-    return PlainEviction(Path(options[OWN_FOLDER]), options["evict"]["budget"], vllm_config.model_config.max_model_len)
+    return PlainEviction(
+        Path(options[PLAIN_FOLDER]), options["evict"]["budget"], vllm_config.model_config.max_model_len
+    )
 
 
-def evicting_config(root: str | Path, own: Path, evict: dict[str, Any]) -> dict[str, Any]:
+def evicting_config(root: str | Path, plain: Path, evict: dict[str, Any]) -> dict[str, Any]:
     """The `--kv-transfer-config` of a vLLM that evicts from plain requests.
 
-    `root` is the folder of prefixes that clients name, `own` that of plain requests, and `evict` a method's name,
+    `root` is the folder of prefixes that clients name, `plain` that of plain requests, and `evict` a method's name,
     budget and options.
     """
     return {
@@ -68,7 +70,7 @@ def evicting_config(root: str | Path, own: Path, evict: dict[str, Any]) -> dict[
         "kv_connector_module_path": "keepsight.serving.vllm.record",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"root": str(root), OWN_FOLDER: str(own), "evict": evict},
+        "kv_connector_extra_config": {"root": str(root), PLAIN_FOLDER: str(plain), "evict": evict},
     }
 
 

@@ -63,7 +63,7 @@ class KeptPrompts:
     def __iter__(self) -> Iterator[Prompt]:
         return iter([*self._prompts.values()])  # another thread may look at them while the event loop changes them
 
-    def knows(self, ids: list[int], salt: str) -> bool:
+    def has(self, ids: list[int], salt: str) -> bool:
         """Whether a prompt is being read, or its prefix kept."""
         return _key_of(ids, salt) in self._prompts
 

@@ -117,8 +117,8 @@ class Worker:
         if refusal is not None:
             await _send(writer, refusal)
             return
-        is_known = self.kept.knows(ids, salt)
-        refusal = None if is_known else self._queue_refusal()
+        is_repeated = self.kept.has(ids, salt)
+        refusal = None if is_repeated else self._queue_refusal()
         if refusal is not None:
             await _send(writer, refusal)
             return
@@ -128,7 +128,7 @@ class Worker:
             try:
                 await asyncio.wait({prompt.reading, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if prompt.reading.done():
-                    await _send(writer, prompt.reading.result() | {"known": is_known})
+                    await _send(writer, prompt.reading.result() | {"known": is_repeated})
                     await gone
             finally:
                 gone.cancel()

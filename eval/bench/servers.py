@@ -146,7 +146,7 @@ _FORMS = {
     "gap ms": ".0f",
     "p99 gap": ".0f",
     "peak MiB": ".0f",
-    "made s": ".1f",
+    "prefixes s": ".1f",
     "failed": "d",
 }
 """How each figure is written."""
@@ -197,13 +197,13 @@ def _questions(texts: _Texts, load: Load, documents: Sequence[str]) -> list[list
 
 def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> Row:
     """The figures of a workload."""
-    made = 0.0
+    seconds_of_prefixes = 0.0
     if workload == DOCUMENTS:
         documents = [texts.of(load.tokens, f"document {index}") for index in range(load.documents)]
         start = time.perf_counter()
         if server.command.prefix:
             documents = server.prefixes(documents)
-            made = time.perf_counter() - start
+            seconds_of_prefixes = time.perf_counter() - start
         conversations = _questions(texts, load, documents)
     else:
         conversations = _conversations(texts, workload, load)
@@ -215,7 +215,7 @@ def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> Ro
         start = time.perf_counter()
         answers = [answer for answers in pool.map(converse, conversations) for answer in answers]
         seconds = time.perf_counter() - start
-    return _figures(answers, seconds) | {"peak MiB": peak[0] / 2**20, "made s": made}
+    return _figures(answers, seconds) | {"peak MiB": peak[0] / 2**20, "prefixes s": seconds_of_prefixes}
 
 
 def _figures(answers: list[_Answer], seconds: float) -> Row:
@@ -354,13 +354,13 @@ def _running(folder: Path) -> Iterator[_Running]:
 
 def _started(command: ServerCommand, folder: Path) -> _Server:
     """A server that answers; UserError if it ends before."""
-    own = folder / command.name
-    own.mkdir(parents=True, exist_ok=True)
+    folder = folder / command.name
+    folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:  # closed again: the port is free
         port = int(listening.getsockname()[1])
-    words = [word.replace("{folder}", str(own)) for word in command.words]
+    words = [word.replace("{folder}", str(folder)) for word in command.words]
     words += command.port.format(port).split()
-    log = own / "server.log"
+    log = folder / "server.log"
     with log.open("wb") as out:
         environment = {**os.environ, **command.environment}
         process = subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)
@@ -369,7 +369,7 @@ def _started(command: ServerCommand, folder: Path) -> _Server:
     while process.poll() is None and time.monotonic() < end:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                server = _Server(command, own, process, url)
+                server = _Server(command, folder, process, url)
                 _ask(server.client, [{"role": "user", "content": "Who are you?"}], 4)  # what runs once
                 return server
         time.sleep(_LOOK)

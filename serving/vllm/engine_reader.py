@@ -21,7 +21,7 @@ from keepsight.serving.prefix import (
     EVICT,
     EVICTION_ERROR,
     EVICTION_STATUS,
-    OWN_NAME,
+    PLAIN_NAME,
     PREFIX_ID,
     file_of,
 )
@@ -50,7 +50,7 @@ class EngineReader(Reader):
     @asynccontextmanager
     async def prefix(self, ids: list[int], salt: str, complete: Complete) -> AsyncIterator[tuple[str, int]]:
         start = time.perf_counter()
-        is_known = self.kept.knows(ids, salt)
+        is_repeated = self.kept.has(ids, salt)
 
         async def read(prompt: Prompt) -> dict[str, Any]:
             return await self._read(prompt, ids, salt, complete)
@@ -58,13 +58,13 @@ class EngineReader(Reader):
         with self.kept.lease(ids, salt, read) as prompt:
             assert prompt.reading is not None
             reply = await asyncio.shield(prompt.reading)  # another request may wait for it too
-            yield self._count(reply, len(ids), time.perf_counter() - start, is_known)
+            yield self._count(reply, len(ids), time.perf_counter() - start, is_repeated)
 
     async def _read(self, prompt: Prompt, ids: list[int], salt: str, complete: Complete) -> dict[str, Any]:
         """The reply: where the engine has put the prefix, or why there is none."""
         body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 0}
         # No other prefix has this name, so that nobody else's file is removed with it.
-        body["kv_transfer_params"] = {EVICT: True, OWN_NAME: uuid.uuid4().hex}
+        body["kv_transfer_params"] = {EVICT: True, PLAIN_NAME: uuid.uuid4().hex}
         if salt:
             body["cache_salt"] = salt
         try:

@@ -15,7 +15,7 @@ _UNLOCKED = "keepsight-new-"
 """A folder that is not locked yet has another name: it could be taken for one of a server that has ended."""
 
 
-def place_in_memory(nbytes: int) -> Path | None:
+def memory_folder(nbytes: int) -> Path | None:
     """A folder whose files are in memory, with room for so many bytes; None where there is none."""
     with suppress(OSError):
         if os.access(MEMORY, os.W_OK | os.X_OK) and shutil.disk_usage(MEMORY).free >= nbytes:

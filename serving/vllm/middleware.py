@@ -12,7 +12,7 @@ are closed: they would read placeholders unchecked. With an API key, every endpo
 Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
 are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both.
 
-Where the engine evicts (`keepsight.serving.vllm.record`) and has a folder of the middleware's own, it reads such
+Where the engine evicts (`keepsight.serving.vllm.record`) and has a folder for plain requests, it reads such
 prompts itself: a first request makes the prefix, and the client's own is answered from it.
 
 With `kv_transfer_params` {"keepsight_evict": true}, or a budget, the last message is the document of a prefix that the
@@ -48,7 +48,7 @@ from keepsight.serving.inside import PlainEviction, plain_eviction
 from keepsight.serving.prefix import (
     EVICT,
     MARK,
-    OWN_NAME,
+    PLAIN_NAME,
     TEXT_BEFORE,
     Header,
     PrefixStore,
@@ -175,9 +175,11 @@ class Rewriter:
             return request
         if not isinstance(request.get("kv_transfer_params"), dict | None):
             raise UserError("keepsight: kv_transfer_params must be an object", field="kv_transfer_params", code="type")
-        if OWN_NAME in (request.get("kv_transfer_params") or {}):
+        if PLAIN_NAME in (request.get("kv_transfer_params") or {}):
             raise UserError(
-                f"keepsight: {OWN_NAME} is the server's own; leave it out", field="kv_transfer_params", code="conflict"
+                f"keepsight: {PLAIN_NAME} is for the server itself; leave it out",
+                field="kv_transfer_params",
+                code="conflict",
             )
         if request.get("keepsight"):
             raise UserError(

@@ -107,12 +107,12 @@ class Reader:
         """
         raise NotImplementedError
 
-    def _count(self, reply: dict[str, Any], tokens: int, seconds: float, is_known: bool) -> tuple[str, int]:
+    def _count(self, reply: dict[str, Any], tokens: int, seconds: float, is_repeated: bool) -> tuple[str, int]:
         """The digest and the entries of a reply, which is counted; `Refused` for an error."""
         if "error" in reply:
             self._metrics.refused.labels(str(reply["status"])).inc()
             raise Refused(reply["status"], reply["error"], reply.get("code"))
-        if is_known:
+        if is_repeated:
             self._metrics.prompts.labels("known").inc()
         else:
             self._metrics.prompts.labels("read").inc()

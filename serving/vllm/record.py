@@ -10,7 +10,7 @@ always. While it is read, an attention backend records the keys, values and quer
 token of the prompt is read, the connector evicts, writes a prefix to the root, and the reply has its id in its
 `kv_transfer_params`: {"keepsight": ID, "entries": B, "seen": N}, or {"keepsight_error": WHY, "keepsight_status": 400}.
 
-With `own`, a folder that nobody else uses, the middleware makes such a request of every long prompt, and answers from
+With `plain`, a folder that nobody else uses, the middleware makes such a request of every long prompt, and answers from
 what it keeps (`keepsight.serving.vllm.engine_reader`); the prefixes of these lie in that folder.
 
 Methods that score entries when they are read (SnapKV, TOVA, H2O and their like) run so, and LookaheadKV in two requests
@@ -46,12 +46,12 @@ from keepsight.runtime.importance import Reduce, observed_attention, reduce_grou
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.state import Needs, Recorder, State
 from keepsight.serving.export import Rotation, placeholders_of, rotations_of, turned_by, write_state
-from keepsight.serving.inside import OWN_FOLDER, evicting_method, looks_back
+from keepsight.serving.inside import PLAIN_FOLDER, evicting_method, looks_back
 from keepsight.serving.prefix import (
     EVICT,
     EVICTION_ERROR,
     EVICTION_STATUS,
-    OWN_NAME,
+    PLAIN_NAME,
     PREFIX_ID,
     TEXT_BEFORE,
     WHOLE_PREFIX_ID,
@@ -80,7 +80,7 @@ class Part:
         budget: The method's budget.
         tokens: In the last part, the tokens of the prompt; else None.
         before: In the last part, the rendered text before the document; see `keepsight.serving.prefix.Header`.
-        own: Name of a prefix for the middleware's own folder, which no other has; None for one that clients name.
+        plain: Name, which no other has, of a prefix of a plain request; None for a prefix that clients name.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Part:
     budget: int | float
     tokens: list[int] | None = None
     before: str = ""
-    own: str | None = None
+    plain: str | None = None
 
 
 @dataclass
@@ -239,10 +239,10 @@ class EvictingConnector(KeepsightConnector):
                 field="enable_lora",
                 code="missing",
             )
-        self.own: Path | None = None
-        if options.get(OWN_FOLDER):
-            self.own = Path(options[OWN_FOLDER])
-            self._prepare_own(self.own, role)
+        self.plain: Path | None = None
+        if options.get(PLAIN_FOLDER):
+            self.plain = Path(options[PLAIN_FOLDER])
+            self._prepare_plain(self.plain, role)
         self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
         model = vllm_config.model_config
         self.name = model.model
@@ -258,13 +258,13 @@ class EvictingConnector(KeepsightConnector):
         self.parts: dict[int, Part] = {}
         self._written: dict[str, Path] = {}
 
-    def _prepare_own(self, folder: Path, role: Any) -> None:
+    def _prepare_plain(self, folder: Path, role: Any) -> None:
         """Read prefixes from the middleware's folder too; the scheduler's side empties it."""
         if looks_back(self.method):
             raise UserError(
                 f"keepsight: soft tokens look back in a second request, which plain requests have not; leave out "
-                f"{OWN_FOLDER}, or name a method that scores entries while they are read, such as snapkv",
-                field=OWN_FOLDER,
+                f"{PLAIN_FOLDER}, or name a method that scores entries while they are read, such as snapkv",
+                field=PLAIN_FOLDER,
                 code="conflict",
             )
         self.store.others.append(folder)
@@ -329,10 +329,10 @@ class EvictingConnector(KeepsightConnector):
             )
         return method, observed
 
-    def _own_name(self, request: Any) -> str | None:
-        """The name of a prefix for the middleware's own folder; None for one that clients name."""
-        name = request.kv_transfer_params.get(OWN_NAME)
-        return None if self.own is None or name is None else str(name)
+    def _plain_name(self, request: Any) -> str | None:
+        """The name of a prefix of a plain request; None for one that clients name."""
+        name = request.kv_transfer_params.get(PLAIN_NAME)
+        return None if self.plain is None or name is None else str(name)
 
     def _may_have_lora(self, request: Any) -> bool:
         return request.request_id in self._asked
@@ -360,7 +360,7 @@ class EvictingConnector(KeepsightConnector):
             if stop >= request.num_prompt_tokens:
                 part.tokens = request.prompt_token_ids
                 part.before = str(request.kv_transfer_params.get(TEXT_BEFORE, ""))
-                part.own = self._own_name(request)
+                part.plain = self._plain_name(request)
                 del self._asked[name]
             parts.append(part)
         return RecordingStep(step.loads, step.prefixes, parts, set(scheduler_output.finished_req_ids))
@@ -380,15 +380,15 @@ class EvictingConnector(KeepsightConnector):
             return False, None  # the client left
         result = read_json(path)
         path.unlink(missing_ok=True)
-        if request.status == RequestStatus.FINISHED_ABORTED and self._own_name(request) is not None:
-            self._remove_own(result)
+        if request.status == RequestStatus.FINISHED_ABORTED and self._plain_name(request) is not None:
+            self._remove_plain(result)
         return False, result
 
-    def _remove_own(self, result: dict[str, Any]) -> None:
-        """Remove a prefix from the middleware's own folder, of which it will not hear."""
+    def _remove_plain(self, result: dict[str, Any]) -> None:
+        """Remove a prefix of a plain request, of which the middleware will not hear."""
         digest = result.get(PREFIX_ID)
-        if self.own is not None and digest is not None:
-            file_of(self.own, digest).unlink(missing_ok=True)
+        if self.plain is not None and digest is not None:
+            file_of(self.plain, digest).unlink(missing_ok=True)
 
     def _file_of(self, ticket: str) -> Path:
         """The file in which the worker, which may be another process, reports the result for a prompt."""
@@ -433,7 +433,7 @@ class EvictingConnector(KeepsightConnector):
             self.prompts.pop(name, None)
             path = self._written.pop(name, None)
             if path is not None and path.is_file():  # of a client that left; the others are read before
-                self._remove_own(read_json(path))
+                self._remove_plain(read_json(path))
                 path.unlink(missing_ok=True)
         for part in connector_metadata.parts:
             if part.start != part.first:
@@ -511,9 +511,9 @@ class EvictingConnector(KeepsightConnector):
 
         root = self.store.root
         method_text = repr(method)
-        if self.own is not None and part.own is not None:
-            root = self.own
-            method_text = f"serve {part.own}: {method_text}"
+        if self.plain is not None and part.plain is not None:
+            root = self.plain
+            method_text = f"serve {part.plain}: {method_text}"
         digest, header = write_state(
             self.config,
             kept,

@@ -150,7 +150,7 @@ def with_engine(
     """Have a conversation, in which each client is new."""
 
     async def run() -> None:
-        engine = Evicting(folder / "own", rewriter.tokenizer)
+        engine = Evicting(folder / "plain", rewriter.tokenizer)
         engine.open.set()
         app = Prefixes(engine, rewriter)
         await conversation(engine, lambda: Client(app, engine))
@@ -164,8 +164,8 @@ def test_a_plain_chat_is_read_and_then_answered_from_what_was_kept(rewriter: Rew
         client = await new().ask(CHAT, chat(LONG, stream=stream, model="tiny", cache_salt="ada", temperature=1.5))
         assert client.status == 200
         (first, evicted), (second, answered) = engine.steps
-        own = evicted["kv_transfer_params"].pop("keepsight_own")
-        assert len(own) == 32 and evicted == {
+        name = evicted["kv_transfer_params"].pop("keepsight_plain")
+        assert len(name) == 32 and evicted == {
             "model": "tiny",
             "prompt": LONG[:-1],
             "max_tokens": 1,
@@ -302,7 +302,7 @@ def test_a_prompt_that_is_being_read_when_the_server_stops_is_refused(
 
 def test_the_names_of_the_servers_own_prefixes_are_not_the_clients(rewriter: Rewriter, tmp_path: Path) -> None:
     async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
-        params = {"keepsight_evict": True, "keepsight_own": "x"}
+        params = {"keepsight_evict": True, "keepsight_plain": "x"}
         client = await new().ask(COMPLETIONS, {"prompt": LONG, "kv_transfer_params": params})
         assert client.status == 400 and client.error["param"] == "kv_transfer_params" and not engine.steps
 
@@ -312,7 +312,7 @@ def test_the_names_of_the_servers_own_prefixes_are_not_the_clients(rewriter: Rew
 def test_an_engine_without_a_folder_of_ours_answers_plain_requests_alone(rewriter: Rewriter, tmp_path: Path) -> None:
     async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
         options = engine.state.vllm_config.kv_transfer_config.kv_connector_extra_config
-        del options["own"]
+        del options["plain"]
         assert plain_eviction(engine.state.vllm_config) is None
         await new().ask(CHAT, chat(LONG))
         assert engine.steps == [(CHAT, chat(LONG))]

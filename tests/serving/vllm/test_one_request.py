@@ -32,7 +32,7 @@ from tests.serving.vllm.test_serve import temporary_of
 
 BUDGET = 96
 TEXTS = [text[:1200] for text in TOPICS[:6]]
-OWN = "keepsight-serve-*/prefixes/*.safetensors"
+PLAIN = "keepsight-serve-*/prefixes/*.safetensors"
 
 
 @pytest.fixture(scope="module", params=[0, BLOCK], ids=["uniform", "ragged"])
@@ -59,7 +59,7 @@ def server(library: Library, page: int) -> Iterator[Server]:
         yield running
         running.process.terminate()
         assert running.process.wait(90) == 0
-    assert not [*temporary_of(library).glob(OWN)]
+    assert not [*temporary_of(library).glob(PLAIN)]
 
 
 def case_of(library: Library, text: str, page: int) -> Case:
@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(server, cases):
         ({"prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ({"max_tokens": 4000}, 400, "maximum context length is 4096 tokens"),
         ({"messages": [{"role": "user", "content": "the ship " * 5000}]}, 400, "maximum context length is 4096 tokens"),
-        ({"kv_transfer_params": {"keepsight_own": "x"}}, 400, "keepsight_own"),
+        ({"kv_transfer_params": {"keepsight_plain": "x"}}, 400, "keepsight_plain"),
     ]
     for changes, status, why in refused:
         for stream in (False, True):
@@ -134,7 +134,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(server, cases):
 def test_a_client_that_leaves_leaves_nothing(server, library, cases):
     """In the first step: the engine stops reading its prompt, whose prefix nobody will use."""
     folder = temporary_of(library)
-    before = {*folder.glob(OWN)}
+    before = {*folder.glob(PLAIN)}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "the ship " * 1800}], "max_tokens": 4}
     with suppress(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.1)
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_leaves_nothing(server, library, cases):
     while server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting"):
         assert time.monotonic() < end
         time.sleep(0.1)
-    assert {*folder.glob(OWN)} == before
+    assert {*folder.glob(PLAIN)} == before
     chunks = server.client().completions.create(model="tiny", prompt=cases[2].prompt, max_tokens=300, stream=True)
     next(iter(chunks))
     chunks.close()  # in the second
@@ -151,7 +151,7 @@ def test_a_client_that_leaves_leaves_nothing(server, library, cases):
 
 
 def test_the_prefixes_of_plain_requests_cannot_be_named(server, library):
-    names = [path.stem for path in temporary_of(library).glob(OWN)]
+    names = [path.stem for path in temporary_of(library).glob(PLAIN)]
     assert names
     turns: Any = [{"role": "user", "content": f"[[keepsight:{names[0]}]]Why?"}]
     with pytest.raises(openai.BadRequestError, match="there is no prefix"):
