@@ -95,7 +95,9 @@ def commands_of(config: BenchServe, outline: Target, load: Load) -> list[ServerC
         if name == STOCK:
             commands.append(_stock(config, outline, load, label, keys))
         else:
-            commands.append(_ours(config, outline, load, label, KINDS[name] | keys, bool(keys)))
+            options = KINDS[name].get("options", {}) | keys.get("options", {})
+            keys_of_server = {**KINDS[name], **keys, "options": options}
+            commands.append(_ours(config, outline, load, label, keys_of_server, bool(keys)))
     if any(command.needs_vllm for command in commands) and importlib.util.find_spec("vllm") is None:
         raise UserError(
             "servers= names one of vLLM, which is not here; in a clone, run `make setup-vllm` and use .venv-vllm",
@@ -109,22 +111,22 @@ def _ours(
     config: BenchServe, outline: Target, load: Load, label: str, keys: dict[str, Any], has_options: bool
 ) -> ServerCommand:
     """A server of `keepsight serve` with these keys, over the method of the command."""
-    known = {key.name for key in fields(Serve)}
+    keys_of_serve = {key.name for key in fields(Serve)}
     for key in keys:
-        if key not in known or key in _SET_HERE:
+        if key not in keys_of_serve or key in _SET_HERE:
             raise UserError(
                 f"servers: {key}= is no key of keepsight serve that can be chosen here; leave it out",
                 field="servers",
                 code="unknown",
             )
     name, _, options = read_method(config.methods[0])
-    values: dict[str, Any] = {"method": name, "budget": config.budgets[0], "options": options}
+    values: dict[str, Any] = {"method": name, "budget": config.budgets[0]}
+    if "method" in keys:  # the options are another's
+        options = {}
     if keys.get("method") == "full":
         values = {}
-    elif "method" in keys:
-        values = {"budget": config.budgets[0]}
-    values["options"] = {**values.get("options", {}), **keys.get("options", {})}
-    values = {**values, **{key: value for key, value in keys.items() if key != "options"}}
+    values |= keys
+    values["options"] = {**options, **keys["options"]}
     if not values["options"]:
         del values["options"]
 
