@@ -18,6 +18,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+from keepsight.commands.recipe import presets
 from keepsight.eval.report.figures import STYLES, look
 from keepsight.files import size_text, write_text
 from keepsight.runtime.catalogue import descriptions
@@ -794,6 +795,33 @@ def families_table() -> str:
     return table()
 
 
+def presets_table() -> str:
+    """The presets of each paper: what the figure or table shows, and the command that makes it."""
+    lines = []
+    for name, preset in sorted(presets().items(), key=lambda item: item[1].table.partition(" (")[0]):
+        paper, _, rest = preset.table.partition(" (arXiv ")
+        what = rest.partition("), ")[2]
+        lines.append((paper, what, f"`keepsight {preset.command} preset={name}`"))
+    return markdown_table(lines, ["paper", "figure or table", "command"])
+
+
+def figures_table() -> str:
+    """What presets gave on a small model: a line for each figure and setting, its values by budget."""
+    results = read("figures")
+    lines = []
+    for place, rows in results.groupby(["paper", "figure", "setting", "run"], sort=False):
+        paper, figure, setting, run = place
+        cells = []
+        for measure, of_measure in rows.groupby("measure", sort=False):
+            values = " / ".join(of_measure["value"])
+            budgets = " / ".join(filter(None, of_measure["budget"]))
+            cells.append(
+                f"{measure.replace('excess_nll', 'excess NLL')} {values}" + (f" at {budgets}" if budgets else "")
+            )
+        lines.append((f"{paper}, {figure}", setting, "; ".join(cells), rows["samples"].iloc[0], run))
+    return markdown_table(lines, ["figure", "setting", "measured", "samples", "run"])
+
+
 TABLE_FUNCTIONS = {
     "method-classes": method_classes,
     "families": families_table,
@@ -815,6 +843,8 @@ TABLE_FUNCTIONS = {
     "short-methods": short_methods_table,
     "short-gpu": short_gpu_table,
     "nats": nats_table,
+    "presets": presets_table,
+    "figures": figures_table,
 }
 """Tables that are more than a selection of a file: the function that makes each."""
 

@@ -196,6 +196,23 @@ def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> No
     assert (line["method"], line["minus"], line["difference"]) == ("keydiff", "kvpress KeyDiffPress", "-0.4750")
 
 
+def test_the_table_of_papers_figures_is_made_of_runs(tmp_path: Path) -> None:
+    """Means over two tasks, values of an option in their order, and one row where the budget does not matter."""
+    script = runpy.run_path(str(ROOT / "docs" / "paper_results.py"))
+    folder = tmp_path / "figures_similarity"
+    folder.mkdir()
+    lines = ["task,method,budget,samples,recall,tau"]
+    for task, method, tau in (("a", "t=16", 0.1), ("b", "t=16", 0.3), ("a", "t=4", 0.5), ("b", "t=4", 0.5)):
+        lines += [f"{task},{method},64,3,0.{len(method)},{tau}", f"{task},{method},128,3,0.9,{tau}"]
+    (folder / "importance.csv").write_text("\n".join(lines))
+    rows = script["rows_of"](folder, "1 core")
+    found = rows[["setting", "budget", "measure", "value"]].to_numpy().tolist()
+    four = [["t=4", "64", "recall", "0.3"], ["t=4", "", "tau", "0.5"], ["t=4", "128", "recall", "0.9"]]
+    sixteen = [["t=16", "64", "recall", "0.4"], ["t=16", "", "tau", "0.2"], ["t=16", "128", "recall", "0.9"]]
+    assert found == four + sixteen and {*rows["samples"]} == {6} and {*rows["run"]} == {folder.name}
+    assert (rows["paper"].iloc[0], rows["figure"].iloc[0]) == ("LookaheadKV", "table 8")
+
+
 def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:
     assert all(TABLES["read"]("gpu")["card"])  # `make bench-gpu` writes it
     files = [path.stem for path in (ROOT / "results").glob("*.csv") if path.stem not in ("runs", "gpu", "gpu_day")]
