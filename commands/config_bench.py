@@ -246,6 +246,9 @@ class BenchSpeCache(KeepsRows, Lengths, shared.UsesModel):
 
         keepsight bench specache tokens=2048 bits=1
 
+    The parts end with what loading from CPU memory takes: all entries, 1 % of them side by side, and 1 % of them
+    scattered (SpeCache, arXiv 2503.16163, figure 2).
+
     Attributes:
         answer_tokens: Timed decoding steps.
         batch: Batch size.

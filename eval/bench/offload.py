@@ -326,11 +326,21 @@ def _parts_of_step(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeat
         if fetching is not None:
             fetching.wait()
 
+    full = layer.full
+    device = packed.recent_values.device
+    batch, kv_heads = packed.recent_values.shape[:2]
+    one_percent = max(full.length // 100, 1)
+    contiguous = torch.arange(one_percent * batch * kv_heads)  # entries lie token by token
+    spread = torch.arange(0, full.length, max(full.length // one_percent, 1))[:one_percent]
+    scattered = (spread[:, None] * batch * kv_heads + torch.arange(batch * kv_heads)).flatten()
     parts: dict[str, Callable[[], object]] = {
         "dequantise": lambda: (packed.keys(), packed.values()),
         "attention, with it": lambda: attend_packed(query, packed, Softmax(1.0)),
         "select": lambda: most_attended(attention, layer.topk, layer.heads),
         "select and fetch": fetch,
+        "load all entries": lambda: full.read(device),
+        "load 1 % in a row": lambda: full.rows(contiguous).to(device),
+        "load 1 % scattered": lambda: full.rows(scattered).to(device),
     }
     for name, part in parts.items():
         yield {"part": name, "ms a step": median_seconds(part, repeats) * 1000 * config.num_hidden_layers}

@@ -71,6 +71,7 @@ def test_every_cache_and_every_part_of_specache_has_a_line(tmp_path: Path):
     moved = round((4 + 8 / 5) * 2 * 3 * 2 * 8 * 2 * 4 / 1e6, 2)
     assert float(caches["SpeCache"][3]) == float(caches["not speculative"][3]) == moved
     parts = ["dequantise", "attention, with it", "select", "select and fetch"]
+    parts += ["load all entries", "load 1 % in a row", "load 1 % scattered"]
     assert lines[6] == "its parts, in 3 layers"
     assert [cells(line)[0] for line in lines[7:]] == ["part", *parts]
 
