@@ -395,6 +395,7 @@ SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 CONTINUED = {
     "all110_reads": "all110",
     "all110_more": "all110",
+    "ladders110": "all110",
     "all_needles_reads": "all_needles",
     "needles_more": "all_needles",
 }
@@ -723,8 +724,11 @@ def methods_table() -> str:
         line["MiB"] = cell(method, "kv_mib", "all_seen", middle)
         lines.append(line)
     table = pd.DataFrame(lines)
-    table["method"] = table.groupby([seen_title, unseen_title])["method"].transform(", ".join)
-    return markdown_table(table.drop_duplicates([seen_title, unseen_title]))
+    means_titles = [seen_title, unseen_title]
+    is_measured = (table[means_titles] != "–").any(axis=1)
+    measured = table[is_measured]
+    measured = measured.assign(method=measured.groupby(means_titles)["method"].transform(", ".join))
+    return markdown_table(pd.concat([measured.drop_duplicates(means_titles), table[~is_measured]]))
 
 
 def gpu_table() -> str:
