@@ -57,9 +57,10 @@ def test_a_document_is_made_a_prefix_and_asked_about(here: Path, capsys: pytest.
     assert "4711" in capsys.readouterr().out
 
 
-def test_one_command_serves_and_ends_when_it_is_told_to(here: Path) -> None:
+@pytest.mark.parametrize("reader", ["adapter=", "method=snapkv"], ids=["worker", "vllm"])
+def test_one_command_serves_and_ends_when_it_is_told_to(here: Path, reader: str) -> None:
     port = free_port()
-    line = block("keepsight serve recipe=smollm2-135m adapter=").replace("8000", str(port)).strip()
+    line = block(f"keepsight serve recipe=smollm2-135m {reader}").replace("8000", str(port)).strip()
     with process(f"http://127.0.0.1:{port}", here / "log", "bash", "-c", f"exec {line} {ROOM}") as server:
         turns = [{"role": "user", "content": f"{DOCUMENT}\n\nWhat is the magic number of the otter?"}]
         create: Any = server.client().chat.completions.create
