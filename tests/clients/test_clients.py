@@ -142,8 +142,11 @@ def text_of(choice: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("requests", [pytest.param(200, marks=QUICK), 1000])
 def test_memory_stays_after_mixed_requests(requests: int, target: Target) -> None:
-    """Beside sessions that fill their room; greedy answers, whole and streamed, are those of `generate`."""
-    with serving(target, rows=16, session_bytes=1 << 23) as (url, engine):
+    """Beside sessions that fill their room; greedy answers, whole and streamed, are those of `generate`.
+
+    The clients share their connections, since each `httpx.Client` takes memory of this process, too.
+    """
+    with serving(target, rows=16, session_bytes=1 << 23) as (url, engine), httpx.Client(timeout=120) as client:
         served = Served(url, target, engine)
         found: dict[int, list[str]] = {}
 
@@ -151,12 +154,12 @@ def test_memory_stays_after_mixed_requests(requests: int, target: Target) -> Non
             mixed = Mixed(number)
             address = url + mixed.path
             if not mixed.streams:
-                reply = httpx.post(address, json=mixed.body, timeout=120)
+                reply = client.post(address, json=mixed.body)
                 assert reply.status_code == (400 if mixed.body.get("n") == 0 else 200)
                 if mixed.is_greedy:
                     found[number] = [text_of(choice) for choice in reply.json()["choices"]]
                 return
-            with httpx.stream("POST", address, json=mixed.body | {"stream": True}, timeout=120) as reply:
+            with client.stream("POST", address, json=mixed.body | {"stream": True}) as reply:
                 lines = list(itertools.islice(reply.iter_lines(), mixed.leaves_after))
             if mixed.is_greedy and mixed.leaves_after is None:
                 texts = [""] * mixed.body.get("n", 1)
