@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from keepsight.eval.hits import SHARED
 from keepsight.eval.results import read_run
 from keepsight.files import write_text
 
@@ -61,6 +62,8 @@ def rows_of(folder: Path, processor: str) -> pd.DataFrame:
     table = pd.read_csv(folder / f"{kind.file}.csv")
     if kind.file == "queries":
         table["place"] = table["content"] + ", at " + table["position"].astype(str)
+    if kind.file == "hits":
+        table = table[~table["method"].str.startswith(SHARED)]  # bounds of ours, in no figure
     if "budget" not in table:
         table["budget"] = float("nan")
     counts = table["n"] if "n" in table else table.get("samples")
