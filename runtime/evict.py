@@ -27,11 +27,13 @@ from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, HeadSizes, Uniform
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.generate import CacheMethod, PeriodicEviction
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top, top_mask, value_norms
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.renumber import Renumbering, require_renumberable
 from keepsight.runtime.state import ALL_QUERIES, Needs, State, can_read_tail, full_layers, prefill, with_full_layers
+from keepsight.runtime.tail import Tail
 
 
 @registry.method("evict")
@@ -232,9 +234,7 @@ class Evict(CacheMethod):
         if evicts and isinstance(self.budget, float):
             self._check_allocation(budgets)
 
-        tail = None
-        if evicts and not options.get("images") and can_read_tail(model, observer.needs()):
-            tail = observer.tail(model, input_ids, mask, self.reduce)
+        tail = self._tail(model, input_ids, mask, options.get("images")) if evicts else None
         after_layer = None
         waits = self.waits or self.rerotate or self.during_prefill is False or self.allocate.across_layers
         if evicts and not waits and (tail is not None or isinstance(observer, LayerObserver)):
@@ -250,6 +250,21 @@ class Evict(CacheMethod):
             assert layer.recorded is not None and layer.recorded.observed is not None
             tail_scores.append(layer.recorded.observed)
         return self.evict(model, state, tail_scores)[0]
+
+    def _tail(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, images: Images | None
+    ) -> Tail | None:
+        """The observers to be read in one pass with prompts [B, N]; None where they have to be read after it."""
+        observer = self.bound_observer
+        if not observer.joins_prefill or not can_read_tail(model, observer.needs()):
+            return None
+        if images is None:
+            return observer.tail(model, input_ids, mask, self.reduce)
+        embeddings = images.embeddings_alone(model, input_ids, mask)
+        if embeddings is None:
+            return None
+        tail = observer.tail(model, input_ids, mask, self.reduce, images)
+        return None if tail is None else replace(tail, prompt=embeddings)
 
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:

@@ -20,6 +20,8 @@ PIXELS = ("pixel_values", "mm_encoder_outputs")
 _NO_KINDS = "mm_token_type_ids, which say where images are, are missing; pass everything that the processor returns"
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 """Inputs [B, N] that say which tokens are those of images; models take one of them."""
+_POSITIONS = ("position_ids", "cache_position")
+"""What a decoder is told of its tokens' positions, which follows from the inputs of the model."""
 IMAGE_INPUTS = frozenset({*PIXELS, "image_grid_thw", *_KINDS})
 
 
@@ -101,8 +103,43 @@ class Images:
         positions = self.positions_in(model, input_ids, None)
         if positions is not None:
             positions = positions[..., kept].unique(return_inverse=True)[1]
-        embeddings = _input_embeddings(model, self.with_tokens(input_ids))
-        return _Embedded({"inputs_embeds": embeddings[:, kept]}, positions)
+        options = _decoder_options(model, self.with_tokens(input_ids))
+        if any("deepstack" in name and value is not None for name, value in options.items()):
+            raise UserError(
+                f"{model.config.model_type} reads its images in several layers, so that none of their tokens can be "
+                "left out; take a method that evicts from the cache, such as LookaheadKV",
+                field="pixel_values",
+                code="model",
+            )
+        return _Embedded({"inputs_embeds": options["inputs_embeds"][:, kept]}, positions)
+
+    def embeddings_alone(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The input embeddings [B, N, hidden] of prompts [B, N], if the decoder reads nothing else of the images.
+
+        The model then reads these embeddings as it reads the tokens and pixels themselves, and more can be appended to
+        them. It encodes the images for them; its decoder reads nothing. None where the model builds the attention mask
+        outside its decoder (tokens of an image that see one another) or hands images to several layers. `mask` [B, N]
+        is 0 for padding.
+
+        Raises:
+            UserError: the model takes no images.
+        """
+        self.require_read_by(model)
+        named = inspect.signature(decoder_of(model).forward).parameters
+        if "token_type_ids" in self.inputs or any("deepstack" in name for name in named):
+            return None  # known before the images are encoded
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # which change no embedding
+        of_tokens = {"attention_mask": mask, "position_ids": positions}
+        options = _decoder_options(model, {**self.with_tokens(input_ids), **of_tokens})
+        embeddings: Tensor | None = options.pop("inputs_embeds", None)
+        decoder_mask = options.pop("attention_mask", None)
+        has_own_mask = decoder_mask is not None and (not isinstance(decoder_mask, Tensor) or decoder_mask.dim() != 2)
+        for name in _POSITIONS:
+            options.pop(name, None)
+        if embeddings is None or has_own_mask or any(map(_has_tensors, options.values())):
+            return None
+        again = _decoder_options(model, {"inputs_embeds": embeddings, **of_tokens})
+        return embeddings if again.get("inputs_embeds") is embeddings else None  # not scaled a second time
 
     def positions_in(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """The positions [3, B, N] that a model with M-RoPE gives the tokens; None where they are as in text.
@@ -162,32 +199,30 @@ class _Embedded(Images):
         return self.inputs
 
 
-class _Embeddings(Exception):
+class _DecoderReached(Exception):
     """Raised by a hook to end a forward pass where the decoder begins."""
 
 
 @torch.no_grad()
-def _input_embeddings(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
-    """The decoder's input embeddings of a prompt with images: [1, N, hidden]."""
+def _decoder_options(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the decoder is called with, by name, for a prompt with images; it reads nothing."""
 
     @in_this_thread
     def stop(module: Any, args: Any, options: dict[str, Any]) -> None:
-        raise _Embeddings(options)
+        raise _DecoderReached(options)
 
+    model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass cannot be ended
     hook = decoder_of(model).register_forward_pre_hook(stop, with_kwargs=True)
     options: dict[str, Any] = {}
     try:
         model(**inputs, use_cache=False)
-    except _Embeddings as reached:
+    except _DecoderReached as reached:
         (options,) = reached.args
     finally:
         hook.remove()
-    if any("deepstack" in name and value is not None for name, value in options.items()):
-        raise UserError(
-            f"{model.config.model_type} reads its images in several layers, so that none of their tokens can be left "
-            "out; take a method that evicts from the cache, such as LookaheadKV",
-            field="pixel_values",
-            code="model",
-        )
-    embeddings: Tensor = options["inputs_embeds"]
-    return embeddings
+    return dict(options)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or holds values of its own that may be."""
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple | dict) and bool(value))

@@ -26,6 +26,7 @@ from keepsight.errors import Positive, UserError
 from keepsight.models.decoder import decoder_of, embedded_inputs
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OpenCache, OwnAttention, Softmax, heads_of_layers, later, recurrent_of, run
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import (
     ROWS_AT_ONCE,
     Reduce,
@@ -81,11 +82,18 @@ class Observer(ABC):
         """Maximum number of positions after the prompt that the observing tokens take."""
         return 0
 
-    def tail(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, reduce: Reduce) -> Tail | None:
+    def tail(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        mask: Tensor | None,
+        reduce: Reduce,
+        images: Images | None = None,
+    ) -> Tail | None:
         """The observers, to be read in one pass with a prompt; None where they are not known before it is read.
 
-        `tokens` [B, N] int64 are the prompts, `mask` [B, N] is 0 for their padding, and `reduce` is as in a call. What
-        the tail scores is what a call returns.
+        `tokens` [B, N] int64 are the prompts, `mask` [B, N] is 0 for their padding, `images` are those in them, and
+        `reduce` is as in a call. What the tail scores is what a call returns.
         """
         return None
 

@@ -519,8 +519,9 @@ def prefill(
         images: Images in the prompts, which are then read in one pass.
         rope_lengths: [B] int64, the lengths of the texts that the prompts begin, where RoPE depends on it; by default
             that of the longest prompt of the batch, for all rows.
-        tail: Observers that the last pass reads after the prompt, for a model and needs that `can_read_tail` allows.
-            Their scores are in what the layers recorded, before `after_layer` is called.
+        tail: Observers that the last pass reads after the prompt, for a model and needs that `can_read_tail` allows;
+            with images it has the prompt's embeddings too, in place of which nothing of them is read. The observers'
+            scores are in what the layers recorded, before `after_layer` is called.
 
     Raises:
         UserError: the model is not supported or reads no images, or images are to be read in chunks.
@@ -685,18 +686,23 @@ def can_read_tail(model: PreTrainedModel, needs: Needs) -> bool:
 
 def _with_tail(model: PreTrainedModel, tail: Tail, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of a pass that reads observers after its tokens; the logits stay those of its last token."""
-    tokens = inputs["input_ids"]
     mask = inputs["attention_mask"]
     positions = inputs["position_ids"]
     if mask is not None:
         mask = functional.pad(mask, (0, tail.count), value=True)
-    token_embeddings = model.get_input_embeddings()(tokens)
-    length = tokens.shape[1]
-    observer_positions = positions[:, -1:] + 1 + torch.arange(tail.count, device=positions.device)
+    token_embeddings = tail.prompt
+    if token_embeddings is None:
+        token_embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    length = token_embeddings.shape[1]
+    last = positions.amax(dim=-1, keepdim=True)
+    if positions.dim() == 3:
+        last = last.amax(dim=0, keepdim=True)  # what follows an image is at one position in all dimensions of M-RoPE
+    observer_positions = last + 1 + torch.arange(tail.count, device=positions.device)
+    observer_positions = observer_positions.expand(*positions.shape[:-1], -1)
     return {
         "inputs_embeds": torch.cat([token_embeddings, tail.embeddings.to(token_embeddings)], dim=1),
         "attention_mask": mask,
-        "position_ids": torch.cat([positions, observer_positions], dim=1),
+        "position_ids": torch.cat([positions, observer_positions], dim=-1),
         "logits_to_keep": slice(length - 1, length),  # no tensor, which would have to be on the last layer's device
     }
 

@@ -34,6 +34,8 @@ class Tail:
         mask: [B, n] bool, False for padding on the right of the observers, which does not count; None for none.
         window: Number of last prompt tokens that observe too; their queries must be recorded.
         adapter: Makes a context within which an adapter changes the last n rows of a pass, and no others.
+        prompt: [B, N, hidden], the prompt's own input embeddings where it holds images (`Images.embeddings_alone`);
+            None where they are those of its tokens.
     """
 
     embeddings: Tensor
@@ -41,6 +43,7 @@ class Tail:
     mask: Tensor | None = None
     window: int = 0
     adapter: Callable[[], AbstractContextManager[object]] = without_adapter
+    prompt: Tensor | None = None
 
     @property
     def count(self) -> int:

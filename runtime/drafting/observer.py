@@ -13,6 +13,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.generate import decode, end_ids, stop_after
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.state import Needs, State
@@ -36,11 +37,13 @@ class Drafter(ABC):
 
     @property
     def from_tokens(self) -> bool:
-        """Whether the draft depends on the prompt's tokens alone, so that `before` writes it."""
+        """Whether the draft depends on the prompt's tokens and images alone, so that `before` writes it."""
         return False
 
-    def before(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
-        """The draft for prompts [B, N] that `model` has not read; `mask` is 0 for padding.
+    def before(
+        self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, images: Images | None = None
+    ) -> DraftIds:
+        """The draft for prompts [B, N], with `images`, that `model` has not read; `mask` is 0 for padding.
 
         Raises:
             UserError: the drafter needs what the model has read.
@@ -77,7 +80,9 @@ class PromptDrafter(Drafter):
         return True
 
     @override
-    def before(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+    def before(
+        self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, images: Images | None = None
+    ) -> DraftIds:
         return self.write(model, tokens, mask)
 
 
@@ -133,10 +138,17 @@ class DraftObserver(Observer):
         return self.start == 0 and self.drafter.from_tokens
 
     @override
-    def tail(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, reduce: Reduce) -> Tail | None:
+    def tail(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        mask: Tensor | None,
+        reduce: Reduce,
+        images: Images | None = None,
+    ) -> Tail | None:
         if not self.joins_prefill:
             return None
-        draft = self.drafter.before(model, tokens, mask)
+        draft = self.drafter.before(model, tokens, mask, images)
         embeddings = model.get_input_embeddings()(draft.ids)
         return Tail(embeddings, reduce, draft.mask, self.window or 0)
 

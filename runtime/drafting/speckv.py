@@ -412,8 +412,10 @@ class ModelDrafter(Drafter):
         return not isinstance(self.draft, DraftHeadSource)
 
     @override
-    def before(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
-        return self.write(model, tokens, mask)
+    def before(
+        self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, images: Images | None = None
+    ) -> DraftIds:
+        return self.write(model, tokens, mask, images)
 
     @override
     def needs(self) -> Needs:

@@ -15,6 +15,7 @@ from keepsight.models.lora import LastRows
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.resources import Resources
@@ -48,7 +49,14 @@ class SoftTokens(Observer):
         return True
 
     @override
-    def tail(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, reduce: Reduce) -> Tail | None:
+    def tail(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        mask: Tensor | None,
+        reduce: Reduce,
+        images: Images | None = None,
+    ) -> Tail | None:
         batch = len(tokens)
         with self.artifact.attached(model) as soft_tokens:
             embeddings = soft_tokens.expand(batch, -1, -1)
