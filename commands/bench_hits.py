@@ -1,12 +1,13 @@
 """keepsight bench hits: top-k hit rate of the methods that read or keep a part of the cache, step by step."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from keepsight.commands.bench_samples import made_with, require_question_seen, rows_of_samples
 from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
@@ -20,12 +21,10 @@ from keepsight.eval.report.plots import hits_plot
 from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.sweep import Variant, check_samples
-from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import write_png
 from keepsight.models.artifacts import fetch
 from keepsight.models.draft_head import EagleHead
-from keepsight.models.identity import MadeWith
 from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
@@ -44,7 +43,8 @@ _COLUMNS = (
     Column("overlap", "overlap", digits=4),
     Column("read", "read", digits=1),
 )
-_BENCHMARKS = tuple(benchmark.name for benchmark in fields(Benchmarks))
+_SETTINGS = ("methods", "budgets", "heads", "retrieval", "adapter", "draft", "bits", "max_new_tokens", "seed")
+"""Keys that all rows depend on, beside those of the model and of the benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,7 @@ class _Row(Hits):
 def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     check(config)
-    if config.question != "seen":
-        raise UserError(
-            f"question={config.question}: hit rates are measured with the question seen; leave it out",
-            field="question",
-            code="conflict",
-        )
+    require_question_seen(config, "hit rates are measured")
     outline = without_weights(config)
     variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, outline))
     for variant in variants:
@@ -83,18 +78,13 @@ def run(config: Config) -> None:
     check_samples(target, samples, variants)
 
     out = Path(config.out)
-    cases = []
-    for sample in samples:
-        columns = {"task": sample.task, "length": sample.length, "sample": sample.id}
-        cases.append((columns, sample))
 
     def measure(sample: RenderedSample) -> Iterator[dict[str, Any]]:
         return map(asdict, _hits_of_sample(target, sample, variants, config.budgets))
 
-    with runner_in(out, _made_with(config, target)) as runner:
+    with runner_in(out, made_with(config, _SETTINGS, target)) as runner:
         print_notes(notes)
-        list(runner.rows("hits", cases, measure, unit="sample", kind=_Row))  # measures what is missing
-        rows = list(runner.rows_so_far("hits", _Row))  # of earlier tasks and lengths too
+        rows = rows_of_samples(runner, "hits", samples, measure, _Row)
         if not rows:
             raise UserError(
                 f"budgets={config.budgets}: no step has more entries than the smallest; lower it",
@@ -123,15 +113,6 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
         head = _head(reference, target)
         head_variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
     return head_variants
-
-
-def _made_with(config: Config, target: Target) -> MadeWith:
-    """The settings that all rows depend on."""
-    values = asdict(config)
-    names = ("methods", "budgets", "heads", "retrieval", "adapter", "draft", "bits", "max_new_tokens", "seed")
-    settings = {name: values[name] for name in (*names, "protocol", *_BENCHMARKS)}
-    settings["model.id"] = target.name
-    return MadeWith(target.identity, settings)
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:

@@ -1,13 +1,14 @@
 """keepsight bench importance: how close the importance that methods predict is to that of the answer."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from keepsight.commands.bench_samples import made_with, require_question_seen, rows_of_samples
 from keepsight.commands.config_bench import BenchImportance as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
@@ -20,18 +21,15 @@ from keepsight.eval.report.plots import predicted_plot
 from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.sweep import check_samples
-from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import write_png
-from keepsight.models.identity import MadeWith
-from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.prompt_compression.specpc import SpecPC
 
 _MEASURES = ["recall", "mass", "cosine", "correlation", "tau"]
-_PLACE = ["task", "length", "method", "budget"]
-_PLACE_COLUMNS = (
+_GROUP = ["task", "length", "method", "budget"]
+_GROUP_COLUMNS = (
     Column("task", "task", is_text=True),
     Column("length", "length"),
     Column("method", "method", is_text=True),
@@ -45,7 +43,8 @@ _MEASURE_COLUMNS = (
     Column("correlation", "correlation", digits=4),
     Column("tau", "tau", digits=4),
 )
-_BENCHMARKS = tuple(benchmark.name for benchmark in fields(Benchmarks))
+_SETTINGS = ("methods", "budgets", "adapter", "draft", "max_new_tokens", "seed")
+"""Keys that all rows depend on, beside those of the model and of the benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,7 @@ class _Row(Predicted):
 def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     check(config)
-    if config.question != "seen":
-        raise UserError(
-            f"question={config.question}: importance is predicted with the question seen; leave it out",
-            field="question",
-            code="conflict",
-        )
+    require_question_seen(config, "importance is predicted")
     outline = without_weights(config)
     # Budgets are cuts of one ranking, so that each method is made once, at the largest.
     largest = max(config.budgets)
@@ -84,20 +78,14 @@ def run(config: Config) -> None:
     target = target_of(config)
     check_samples(target, samples, variants)
 
-    cases = []
-    for sample in samples:
-        columns = {"task": sample.task, "length": sample.length, "sample": sample.id}
-        cases.append((columns, sample))
-
     def measure(sample: RenderedSample) -> Iterator[dict[str, Any]]:
-        found = predictions(target, sample.prompt_ids, methods, config.budgets, sample.max_new_tokens)
-        return map(asdict, found)
+        predicted = predictions(target, sample.prompt_ids, methods, config.budgets, sample.max_new_tokens)
+        return map(asdict, predicted)
 
     out = Path(config.out)
-    with runner_in(out, _made_with(config, target)) as runner:
+    with runner_in(out, made_with(config, _SETTINGS, target)) as runner:
         print_notes(notes)
-        list(runner.rows("importance", cases, measure, unit="sample", kind=_Row))  # measures what is missing
-        rows = list(runner.rows_so_far("importance", _Row))
+        rows = rows_of_samples(runner, "importance", samples, measure, _Row)
         if not rows:
             raise UserError(
                 f"budgets={config.budgets}: no prompt is longer than the smallest; lower it",
@@ -105,30 +93,22 @@ def run(config: Config) -> None:
                 code="range",
             )
         frame = _by_head(rows)
-        summary = _means(frame, _PLACE)
-        columns = (*_PLACE_COLUMNS, *_MEASURE_COLUMNS)
+        summary = _means(frame, _GROUP)
+        columns = (*_GROUP_COLUMNS, *_MEASURE_COLUMNS)
         caption = "Predicted importance against the answer's: means over samples, layers and KV heads."
         table = Table.of("importance", caption, columns, summary)
         runner.save_csv("importance", *table.csv_rows())
-        by_place = _means(frame, [*_PLACE, *config.by]) if config.by else None
-        if by_place is not None:
-            by_columns = (*_PLACE_COLUMNS, *(Column(name, name) for name in config.by), *_MEASURE_COLUMNS)
-            parts = Table.of("importance_by", caption, by_columns, by_place)
+        by_layer_or_head = None
+        if config.by:
+            by_layer_or_head = _means(frame, [*_GROUP, *config.by])
+            by_columns = (*_GROUP_COLUMNS, *(Column(name, name) for name in config.by), *_MEASURE_COLUMNS)
+            parts = Table.of("importance_by", caption, by_columns, by_layer_or_head)
             runner.save_csv("importance_by_" + "_".join(config.by), *parts.csv_rows())
         points = {row["name"]: row["points"] for row in reversed(rows) if row["points"]}
-        write_png(out / "importance.png", predicted_plot(summary, by_place, points).figure())
+        write_png(out / "importance.png", predicted_plot(summary, by_layer_or_head, points).figure())
     print(table.markdown())
     if config.preset:
         print(f"table: {table_of(config)}")
-
-
-def _made_with(config: Config, target: Target) -> MadeWith:
-    """The settings that all rows depend on."""
-    values = asdict(config)
-    names = ("methods", "budgets", "adapter", "draft", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
-    settings = {name: values[name] for name in names}
-    settings["model.id"] = target.name
-    return MadeWith(target.identity, settings)
 
 
 def _by_head(rows: list[dict[str, Any]]) -> Frame:
@@ -144,9 +124,9 @@ def _by_head(rows: list[dict[str, Any]]) -> Frame:
     return pd.DataFrame(lines)
 
 
-def _means(frame: Frame, place: list[str]) -> Frame:
-    """Means over samples and what `place` does not name, all heads of a sample weighing the same."""
-    groups = frame.groupby(place, sort=False)
+def _means(frame: Frame, columns: list[str]) -> Frame:
+    """Means over samples and all that `columns` do not name, all heads of a sample weighing the same."""
+    groups = frame.groupby(columns, sort=False)
     means = groups[_MEASURES].mean()
     means.insert(0, "samples", groups["sample"].nunique())
     return means.reset_index()

@@ -72,7 +72,7 @@ def predictions(
     shared = SharedPrompt(model, state, DraftIds(answer), seconds=0.0)
     attention = shared.attention()
 
-    found = []
+    rows = []
     shorter_budgets = [budget for budget in budgets if budget < len(prompt)]
     for name, method in methods:
         points = list[list[float]]()
@@ -98,10 +98,10 @@ def predictions(
             best = top_mask(importance, budget)
             recall = (best & top_mask(reference, budget)).sum(-1) / budget
             mass = (reference * best).sum(-1) / reference.sum(-1)
-            found.append(
+            rows.append(
                 Predicted(name, budget, recall=_rounded(recall), mass=_rounded(mass), points=points, **likeness)
             )
-    return found
+    return rows
 
 
 def _likeness(scores: Tensor, reference: Tensor) -> dict[str, ByHead]:

@@ -220,21 +220,21 @@ def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> Ro
 
 def _figures(answers: list[_Answer], seconds: float) -> Row:
     """The figures of answers; UserError if there is none."""
-    whole = [answer for answer in answers if not answer.error]
-    if not whole:
+    complete = [answer for answer in answers if not answer.error]
+    if not complete:
         raise UserError(f"no request was answered: {answers[0].error}", field="servers", code="service")
-    first = [answer.first for answer in whole]
+    first = [answer.first for answer in complete]
     gaps = []
-    for answer in whole:
+    for answer in complete:
         gaps += answer.gaps
     gaps = gaps or [0.0]
     return {
-        "requests/min": 60 * len(whole) / seconds,
+        "requests/min": 60 * len(complete) / seconds,
         "first s": statistics.median(first),
         "p99 first": percentile(first, 0.99),
         "gap ms": 1000 * statistics.median(gaps),
         "p99 gap": 1000 * percentile(gaps, 0.99),
-        "failed": len(answers) - len(whole),
+        "failed": len(answers) - len(complete),
     }
 
 

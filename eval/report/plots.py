@@ -212,10 +212,10 @@ def hits_plot(rows: Frame) -> Plot:
     return Plot("hits", panels, styles, columns=3)
 
 
-def predicted_plot(rows: Frame, by_place: Frame | None, points: Mapping[str, list[list[float]]]) -> Plot:
+def predicted_plot(rows: Frame, by_layer_or_head: Frame | None, points: Mapping[str, list[list[float]]]) -> Plot:
     """Recall and mass of predicted entries against the budget; recall by layer; a draft's scores against the model's.
 
-    `rows` are means; `by_place` means by layer, head or both; `points` pairs of numbers by method.
+    `rows` are means; `by_layer_or_head` means by layer, head or both; `points` pairs of numbers by method.
     """
     styles = styles_of(rows["method"])
     panels = []
@@ -224,8 +224,8 @@ def predicted_plot(rows: Frame, by_place: Frame | None, points: Mapping[str, lis
         for title, measure in (("recall", "recall"), ("attention mass", "mass")):
             curves = HitCurves(rows_of_task, measure, styles, "KV entries per head")
             panels.append(Panel(f"{prompts}: {title}", curves, task, length))
-    if by_place is not None and "layer" in by_place:
-        largest = by_place[by_place["budget"] == by_place["budget"].max()]
+    if by_layer_or_head is not None and "layer" in by_layer_or_head:
+        largest = by_layer_or_head[by_layer_or_head["budget"] == by_layer_or_head["budget"].max()]
         means = largest.groupby(["method", "layer"], sort=False)[["recall", "cosine"]].mean().reset_index()
         for measure in ("recall", "cosine"):
             panels.append(Panel(f"{measure} by layer", LayerCurves(means, measure, styles)))
