@@ -58,40 +58,55 @@ FIGURES = {
 
 def rows_of(folder: Path, processor: str) -> pd.DataFrame:
     """The rows of a run: a line for each setting, budget and measure."""
-    kind = FIGURES[folder.name]
-    table = pd.read_csv(folder / f"{kind.file}.csv")
-    if kind.file == "queries":
+    figure = FIGURES[folder.name]
+    table = pd.read_csv(folder / f"{figure.file}.csv")
+    if figure.file == "queries":
         table["place"] = table["content"] + ", at " + table["position"].astype(str)
-    if kind.file == "hits":
+    if figure.file == "hits":
         table = table[~table["method"].str.startswith(SHARED)]  # bounds of ours, in no figure
     if "budget" not in table:
         table["budget"] = float("nan")
-    counts = table["n"] if "n" in table else table.get("samples")
-    place = [kind.setting, "budget"]
-    if counts is not None and "task" in table:
-        per_task = table.assign(count=counts).groupby([*place, "task"], dropna=False, sort=False)["count"].first()
-        samples = int(per_task.groupby(level=[0, 1], dropna=False).sum().max())
-    else:
-        samples = 1
-    table = table.iloc[sorted(range(len(table)), key=lambda index: _number_of(table[kind.setting].iloc[index]))]
-    means = table.groupby(place, dropna=False, sort=False)[[*kind.measures]].mean().reset_index()
+
+    columns = [figure.setting, "budget"]
+    samples = _samples_of(table, columns)
+    order = sorted(table.index, key=lambda index: _number_of(table.loc[index, figure.setting]))
+    table = table.loc[order]
+    means = table.groupby(columns, dropna=False, sort=False)[[*figure.measures]].mean().reset_index()
     lines = []
     for _, row in means.iterrows():
-        for measure in kind.measures:
+        for measure in figure.measures:
             if pd.isna(row[measure]):
                 continue
-            line = {"setting": row[kind.setting], "measure": measure, "value": f"{row[measure]:.4g}"}
-            line["budget"] = "" if pd.isna(row["budget"]) or measure in WITHOUT_BUDGET else f"{row['budget']:g}"
+            line = {"setting": row[figure.setting], "measure": measure, "value": f"{row[measure]:.4g}", "budget": ""}
+            if measure not in WITHOUT_BUDGET and not pd.isna(row["budget"]):
+                line["budget"] = f"{row['budget']:g}"
             if line not in lines:
                 lines.append(line)
-    found = pd.DataFrame(lines).assign(paper=kind.paper, figure=kind.figure, samples=samples)
-    return found.assign(date=date_of(folder), processor=processor, run=folder.name)[COLUMNS]
+    return pd.DataFrame(lines).assign(
+        paper=figure.paper,
+        figure=figure.figure,
+        samples=samples,
+        date=date_of(folder),
+        processor=processor,
+        run=folder.name,
+    )[COLUMNS]
+
+
+def _samples_of(table: pd.DataFrame, columns: list[str]) -> int:
+    """The number of samples over all tasks of a table; 1 where it does not say."""
+    counts = table["n"] if "n" in table else table.get("samples")
+    if counts is None or "task" not in table:
+        return 1
+    by_task = table.assign(count=counts).groupby([*columns, "task"], dropna=False, sort=False)["count"].first()
+    return int(by_task.groupby(level=[0, 1], dropna=False).sum().max())
 
 
 def _number_of(setting: str) -> tuple[str, float]:
     """A setting as a key to sort by: what it is, then the number of an option at its end."""
-    base, _, number = setting.rpartition("=")
-    return (base, float(number)) if number.replace(".", "", 1).isdecimal() else (setting, 0.0)
+    name, _, number = setting.rpartition("=")
+    if number.replace(".", "", 1).isdecimal():
+        return name, float(number)
+    return setting, 0.0
 
 
 def date_of(folder: Path) -> str:
@@ -102,17 +117,22 @@ def date_of(folder: Path) -> str:
     return pd.Timestamp(table.stat().st_mtime, unit="s").date().isoformat()
 
 
-if __name__ == "__main__":
-    named, *folders = sys.argv[1:]
-    if not named.startswith("processor=") or not folders:
+def main(arguments: list[str]) -> None:
+    """Add the runs in the folders of the arguments, measured on the processor that the first one names."""
+    processor_argument, *folders = arguments
+    if not processor_argument.startswith("processor=") or not folders:
         sys.exit("expected processor=NAME and folders of runs, see the first lines of this file")
+    processor = processor_argument.partition("=")[2]
     path = ROOT / "results" / "figures.csv"
-    added = [rows_of(Path(folder), named.partition("=")[2]) for folder in folders]
-    new_runs = [Path(folder).name for folder in folders]
-    if path.exists():
-        before = pd.read_csv(path, dtype=str, keep_default_na=False)
-        added.insert(0, before[~before["run"].isin(new_runs)])
-    table = pd.concat(added)
-    order = {name: number for number, name in enumerate(FIGURES)}
-    table = table.assign(order=table["run"].map(order).fillna(len(order))).sort_values("order", kind="stable")
+    runs = [Path(folder) for folder in folders]
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+    rows = rows[~rows["run"].isin([run.name for run in runs])]
+    table = pd.concat([rows, *(rows_of(run, processor) for run in runs)])
+    order = {name: index for index, name in enumerate(FIGURES)}
+    table["order"] = table["run"].map(order).fillna(len(order))
+    table = table.sort_values("order", kind="stable")
     write_text(path, table[COLUMNS].to_csv(index=False, lineterminator="\n"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -306,6 +306,7 @@ TABLES = {
     "laq-score-pairs": paired("scores33", what="score"),
     "scores33": trial("task scores: 33 prompts, question seen", "score"),
     "every": trial("eviction while decoding: 11 prompts, answers of up to 256 tokens"),
+    "per-query-head": trial("selection per query head: 11 prompts, question seen"),
     "sparse": trial("SpecKV's sparse prefill: 8 prompts of 4,096 to 8,192 tokens, question seen"),
     "longer-prompts": trial("longer prompts in the last stage: 8 prompts of 4,096 to 8,192 tokens, question seen"),
     # RESULTS.md: a few lines of the tables above.
