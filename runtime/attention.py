@@ -42,6 +42,7 @@ from keepsight.runtime.distance_bias import (
     DistanceBias,
     bank_of,
     has_distance_bias,
+    log_scaling,
     relative_states,
     with_positions,
 )
@@ -275,10 +276,12 @@ class OpenCache(Cache):
         updated: The layer whose entries were read last; None before the first.
         positions: [B or 1, q] int64, those of the tokens that are read, where attention has a bias of the distance;
             None elsewhere.
+        query_offset: How many tokens the model was last told were read before, padding among them.
     """
 
     updated: int | None = None
     positions: Tensor | None = None
+    query_offset: int = 0
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -289,9 +292,8 @@ class OpenCache(Cache):
 
     @override
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        if self.positions is None:
-            return super().get_query_offset(layer_idx)
-        return self.positions[:, -1].amax() + 1 - self.positions.shape[1]  # a tensor: the device is not waited for
+        self.query_offset = super().get_query_offset(layer_idx)
+        return self.query_offset
 
     @property
     def _states(self) -> Cache:
@@ -638,7 +640,14 @@ def _with_bias(
             code="model",
         )
     sinks: Tensor | None = options.get("sinks")
-    channels = [with_positions(query, entries.positions), options["position_bias"].to(query.dtype)]
+    states: Tensor = options["position_bias"]
+    if "position_ids" not in options:  # Inkling scales by its count of tokens, Inkling 2 by their positions
+        counted = entries.query_offset + torch.arange(query.shape[2], device=entries.positions.device)
+        factor = log_scaling(module.config, entries.positions) / log_scaling(module.config, counted)
+        factor = factor[:, None, :, None].to(query.device)
+        query = (query.float() * factor).to(query.dtype)
+        states = states.float() * factor
+    channels = [with_positions(query, entries.positions), states.to(query.dtype)]
     if sinks is not None:
         channels.append(sinks.to(query.dtype))
     return torch.cat(channels, dim=-1), softmax._replace(bias=DistanceBias(bank, has_sinks=sinks is not None))

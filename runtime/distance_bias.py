@@ -106,6 +106,15 @@ def bank_of(attention: nn.Module) -> Tensor | None:
     return None if module is None else module.proj
 
 
+def log_scaling(config: Any, positions: Tensor) -> Tensor:
+    """What a layer's logits are scaled by, with their bias, for queries at positions [...] int64: [...] float32."""
+    floor: int | None = config.log_scaling_n_floor
+    if floor is None:
+        return torch.ones_like(positions, dtype=torch.float32)
+    lengths = (positions + 1).float()
+    return 1.0 + config.log_scaling_alpha * torch.log((lengths / floor).clamp(min=1.0))
+
+
 def bias_of(model: PreTrainedModel, index: int, queries: Tensor) -> DistanceBias | None:
     """The bias of a decoder layer that queries [..., channels] of it were recorded for; None for a layer without."""
     if not has_distance_bias(model.config):

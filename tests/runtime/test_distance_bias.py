@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from keepsight import generate
 from keepsight.errors import UserError
@@ -150,6 +151,23 @@ def test_rows_of_a_padded_batch_answer_as_they_do_alone(family: str) -> None:
         for row, row_ids, row_mask in zip(rows, ids, mask, strict=True):
             alone = generate(model, row_ids[row_mask.bool()][None], method, **GREEDY)
             assert row.tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_that_all_rows_share_changes_nothing(family: str) -> None:
+    """Columns of padding are no distance, neither within a window nor for the scale by the length of a row's text."""
+    model = fresh_model(family, log_scaling_n_floor=20, log_scaling_alpha=0.5)
+    ids, mask = prompt_ids(LENGTH, 29, seed=3)
+    soft = LookaheadKV(BUDGET, **adapter_fields(random_on(model).adapter()))
+    for method in (SnapKV(LENGTH, window=8), snapkv(allocate="adakv"), soft):
+        for padding in (0, 9):
+            padded_mask = functional.pad(mask, (padding, 0))
+            batch = method.start(model, functional.pad(ids, (padding, 0), value=2), padded_mask)
+            _, logits = read(model, batch.copy(), ANSWER.expand(2, -1))
+            for row in range(2):
+                alone = method.start(model, ids[row : row + 1, mask[row].bool()])
+                assert_close(batch.logits[row], alone.logits[0])
+                assert_close(logits[row], read(model, alone, ANSWER)[1][0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
