@@ -677,8 +677,11 @@ def can_read_tail(model: PreTrainedModel, needs: Needs) -> bool:
     """Whether observers can be read with a prompt, and `needs` be recorded in the same pass.
 
     A sliding window or a recurrent state would take in the observers too, and cannot forget them. RoPE that depends on
-    the length would turn the prompt's keys as those of a longer text.
+    the length would turn the prompt's keys as those of a longer text. Where a prompt's tokens see those after them
+    (PaliGemma), they would see the observers.
     """
+    if getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None):
+        return False
     if needs.accumulated or needs.statistics or needs.features or needs.scorers:
         return False
     return set(layer_kinds(model.config)) == {FULL} and length_limit(model.config) is None

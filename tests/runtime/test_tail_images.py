@@ -28,6 +28,8 @@ from tests.models.modules import SHAPE, random_on, save
 from tests.runtime.family_methods import BUDGET, LENGTH, pictured_draft
 from tests.runtime.test_images import GEMMA, IMAGE, QWEN, prompt
 from tests.runtime.test_tail import assert_kept_alike
+from tests.tiny import prompt_ids
+from tests.zoo.configs import small_model
 
 SHORT = 33
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
@@ -187,6 +189,22 @@ def test_a_decoder_that_reads_more_than_embeddings_reads_the_observers_later(nam
     assert passes == [LENGTH, SHAPE.tokens]
     assert len(encoded) == 1
     assert_kept_alike(state, method.compress_state(model, plain))
+
+
+def test_a_model_that_reads_its_prompt_in_both_directions_reads_the_observers_later() -> None:
+    """PaliGemma's prompt would see them, with an image and without."""
+    model = small_model("paligemma").eval()
+    model.config.image_token_id = IMAGE
+    method = DapQ(BUDGET, DraftObserver(ConstantText([5, 6, 7])))
+    ids = prompt_ids(LENGTH)[0].clamp(max=IMAGE - 1)
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    pictured_ids = ids.clone()
+    pictured_ids[:, :16] = IMAGE
+    for tokens, images in ((ids, None), (pictured_ids, Images({"pixel_values": pixels}))):
+        plain = prefill(model, tokens, needs=method.needs(), images=images)
+        state = method.start(model, tokens, images=images)
+        assert torch.equal(state.logits, plain.logits)
+        assert_kept_alike(state, method.compress_state(model, plain))
 
 
 def counted(function: Any, calls: list[int]) -> Any:
