@@ -388,7 +388,7 @@ class BenchHits(shared.OfTable, shared.TaskKeys):
 
         keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 out=runs/hits
         keepsight bench hits tasks=jsonl jsonl.dir=DIR methods=specontext,quest,exact_topk out=runs/hits
-        keepsight bench hits tasks=niah_single lengths=2048 methods=[exact_topk,h2o] budgets=8,64 out=runs/hits
+        keepsight bench hits tasks=niah_single methods=[exact_topk,h2o] budgets=8,64 out=runs/hits
 
     The full cache answers. At each token, each method selects the entries that it would read. `hit` is the top-k hit
     rate: the share of the layer's k entries with the most attention that are read, where k is the budget. `mass` is the
@@ -430,8 +430,8 @@ class BenchHits(shared.OfTable, shared.TaskKeys):
 class BenchImportance(shared.OfTable, shared.TaskKeys):
     """keepsight bench importance: measure how close the importance that methods predict is to that of the answer.
 
-        keepsight bench importance tasks=niah_single lengths=1024 methods=[snapkv,dapq,lookaheadkv] out=runs/importance
-        keepsight bench importance tasks=jsonl jsonl.dir=DIR methods=[snapkv,speckv] by=[layer] out=runs/importance
+        keepsight bench importance tasks=niah_single methods=snapkv,dapq out=runs/importance
+        keepsight bench importance tasks=jsonl jsonl.dir=DIR by=layer out=runs/importance
         keepsight bench importance preset=specpc-correlation recipe=smollm2-135m out=runs/importance
 
     The full cache answers. An entry's importance is the attention that it gets from the answer, mean over tokens and
