@@ -149,8 +149,8 @@ def _hits_of_sample(
     for variant in variants:
         method: Any = variant.method
         entries_of: Any = entries_kept if isinstance(method, Evict) else entries_read
-        budget: Any = variant.budget
-        hits.append(compare(variant.name, budget, answered, entries_of(target.model, method, answered)))
+        budget_of_variant: Any = variant.budget
+        hits.append(compare(variant.name, budget_of_variant, answered, entries_of(target.model, method, answered)))
     return filter(None, hits)  # without those of answers that are as short as the budget
 
 

@@ -140,7 +140,8 @@ def _ours(
         words += [f"vllm_options={quoted(_vllm_options(config, outline, load))}"]
         if DOCUMENTS in config.workloads:
             words.append("prefixes={folder}")
-            evicting = {key: values[key] for key in ("method", "budget", "options", "page") if key in values}
+            names = ("method", "budget", "options", "page")
+            evicting: dict[str, Any] = {name: values[name] for name in names if name in values}
             prefix = [sys.executable, "-m", "keepsight", "prefix", *shared, *_words(evicting)]
     environment = _all_cores(config) if keys.get("reader") == "vllm" else {}
     options_text = json.dumps(keys) if has_options else ""

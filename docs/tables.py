@@ -383,7 +383,7 @@ def times_of(runs: list[str]) -> pd.DataFrame:
 
 def time_table() -> str:
     """The table of times: the rows of the most informative runs."""
-    results = times_of(["evict", "decode2048", "train8x4", "sweep"])
+    results = times_of(["evict_one_pass", "evict", "decode2048", "train8x4", "sweep"])
     return markdown_table(results[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
@@ -628,10 +628,35 @@ def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
 
 def short_time_table() -> str:
     """RESULTS.md's times: observing and selecting, and a decoding step."""
-    results = times_of(["evict", "decode2048"])
+    results = times_of(["evict_one_pass", "decode2048"])
     results = results.query("what != 'decoding step' or method != 'SnapKV'")
-    names = {"observing and selecting, share of the prefill": "choosing, % of a prefill", "decoding step": "a step, ms"}
+    results = results[~results["setting"].str.startswith("1,024 tokens")]
+    names = {
+        "observing and selecting in one pass with the prompt, share of the prefill": "choosing, % of a prefill",
+        "decoding step": "a step, ms",
+    }
     return markdown_table(results.assign(what=results["what"].map(names))[["what", "method", "values"]])
+
+
+SERVER_COLUMNS = {
+    "server": "server",
+    "answer_tokens": "answer, tokens",
+    "requests_a_minute": "requests/min",
+    "first_s": "first token, s",
+    "p99_first_s": "p99 first token, s",
+    "gap_ms": "gap, ms",
+    "p99_gap_ms": "p99 gap, ms",
+    "peak_mib": "peak MiB",
+    "run": "run",
+}
+"""Columns of servers.csv and their titles."""
+
+
+def servers_table() -> str:
+    """Servers that the same clients asked in turns."""
+    results = read("servers")
+    lines = results[[*SERVER_COLUMNS]].to_numpy().tolist()
+    return markdown_table(lines, [*SERVER_COLUMNS.values()])
 
 
 SHOWN_STATEMENTS = ("with", "raise", "import", "assert")
@@ -845,6 +870,7 @@ TABLE_FUNCTIONS = {
     "gaps": gaps_table,
     "kvpress": kvpress_table,
     "short-time": short_time_table,
+    "servers": servers_table,
     "short-methods": short_methods_table,
     "short-gpu": short_gpu_table,
     "nats": nats_table,

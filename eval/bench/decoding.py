@@ -68,7 +68,7 @@ def bench_decode(
         for attention in attentions:
             with _attending_by(model, attention):
                 decoding = _Decoding.after(model, FullCache(), ids)
-                for _ in range(steps):
+                for _step in range(steps):
                     decoding.step()
             yield {"method": f"full cache, {attention}", **decoding.figures(batch), "of first": None}
 

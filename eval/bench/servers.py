@@ -121,8 +121,8 @@ def bench_servers(
     for number in range(1, rounds + 1):
         for server in servers:
             for workload in workloads:
-                columns = {"round": number, "server": server.name, "options": server.options, "workload": workload}
-                cases.append((columns, (server, workload)))
+                case = {"round": number, "server": server.name, "options": server.options, "workload": workload}
+                cases.append((case, (server, workload)))
     texts = _Texts(tokenizer)
     columns = [
         name_column("server", [server.name for server in servers]),

@@ -121,7 +121,14 @@ class Mixed:
             self.body["messages"] = [{"role": "user", "content": self.prompt}]
         else:
             self.body["prompt"] = self.prompt
-        options = [{}, {"n": 2}, {"top_p": 0.5}, {"stop": ["a"]}, {"n": 0}, {"cache_salt": str(number % 9)}]
+        options: list[dict[str, Any]] = [
+            {},
+            {"n": 2},
+            {"top_p": 0.5},
+            {"stop": ["a"]},
+            {"n": 0},
+            {"cache_salt": str(number % 9)},
+        ]
         self.body |= dice.choice(options)
         self.streams = dice.random() < 0.3
         self.leaves_after = dice.choice([None, dice.randint(1, 9)])  # lines

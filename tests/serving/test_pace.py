@@ -93,6 +93,8 @@ def test_no_token_comes_four_steps_after_the_one_before(
     gaps = list[float]()
 
     class Streaming(Job):
+        seen = 0.0
+
         def took(self, token: int) -> bool:
             if len(self.tokens) > 1:
                 gaps.append(clock.now - self.seen)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import BaseModel
 from tokenizers.processors import TemplateProcessing
 
 from keepsight.models.targets import Target, load_target
@@ -57,7 +58,7 @@ def statuses_of_page() -> dict[tuple[str, str], str]:
 
 
 PAGE = statuses_of_page()
-MODELS = {CHAT: ChatRequest, PLAIN: CompletionRequest}
+MODELS: dict[str, type[BaseModel]] = {CHAT: ChatRequest, PLAIN: CompletionRequest}
 
 
 def test_every_field_has_its_row() -> None:

@@ -317,7 +317,7 @@ def test_nothing_comes_of_a_stream_without_the_whole_prefix(server: Server, root
     assert pieces(client.stream(digest, " one")) == [" a", " café"]
     assert len({request["cache_salt"] for request in server.requests}) == 3
     server.before = lambda: shutil.rmtree(server.storage)
-    received = []
+    received = list[Any]()
     with pytest.raises(UserError, match="read 0 of the prefix's 160 entries in the last of 3 attempts"):
         received += client.stream(digest, " one")
     assert received == []
