@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 from keepsight.commands import bench_servers
@@ -35,6 +34,7 @@ from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines,
 from keepsight.eval.bench.runner import Row, Runner, runner_in
 from keepsight.eval.bench.serving import bench_serve, bench_vllm
 from keepsight.eval.bench.training import bench_step
+from keepsight.eval.by_head import lines_by_head, rounded
 from keepsight.eval.query_similarity import query_similarity
 from keepsight.eval.report.plots import queries_plot
 from keepsight.eval.report.summary import Frame
@@ -247,45 +247,26 @@ def queries(config: configs.BenchQueries) -> None:
         seed = config.seed + index
         similarities = query_similarity(target.model, prompts[index], config.answer_tokens, seed, text, config.drawn)
         for (content, position), (after, before) in similarities.items():
-            by_head = {"after RoPE": _digits(after), "before RoPE": _digits(before)}
+            by_head = {"after RoPE": rounded(after), "before RoPE": rounded(before)}
             yield {"content": content, "position": position, **by_head}
 
     with _runner(config, target, "preset", "by") as runner:
         cases: list[tuple[Row, int]] = [({"prompt": index}, index) for index in range(len(prompts))]
         rows = list(runner.rows("prompts", cases, measure, unit="prompt"))
-        frame = _queries_by_head(rows)
+        columns = {"prompt": "prompt", "content": "content", "position": "position"}
+        frame = lines_by_head(rows, columns, _QUERY_MEASURES)
         means = frame.groupby(["content", "position"], sort=False)[_QUERY_MEASURES].mean().reset_index()
         table = _query_table("queries", means)
         runner.save_csv("queries", *table.csv_rows())
         if config.by:
-            by_place = frame.groupby(["content", "position", *config.by], sort=False)[_QUERY_MEASURES].mean()
-            parts = _query_table("queries_by", by_place.reset_index(), *config.by)
+            by_part = frame.groupby(["content", "position", *config.by], sort=False)[_QUERY_MEASURES].mean()
+            parts = _query_table("queries_by", by_part.reset_index(), *config.by)
             runner.save_csv("queries_by_" + "_".join(config.by), *parts.csv_rows())
         if config.out is not None:
             write_png(Path(config.out) / "queries.png", queries_plot(frame, "layer" in config.by).figure())
     _print(table.markdown().splitlines())
     if config.preset:
         print(f"table: {table_of(config)}")
-
-
-def _digits(values: torch.Tensor) -> list[list[float]]:
-    """[L, H] as lists, with five decimals."""
-    rows = []
-    for numbers in values.double().tolist():
-        rows.append([round(number, 5) for number in numbers])
-    return rows
-
-
-def _queries_by_head(rows: Sequence[Row]) -> Frame:
-    """A line for each prompt, content, position, layer and query head."""
-    lines = []
-    for row in rows:
-        after, before = (row[measure] for measure in _QUERY_MEASURES)
-        for layer, head in product(range(len(after)), range(len(after[0]))):
-            place = {name: row[name] for name in ("prompt", "content", "position")}
-            similarities = {"after RoPE": after[layer][head], "before RoPE": before[layer][head]}
-            lines.append({**place, "layer": layer, "head": head, **similarities})
-    return pd.DataFrame(lines)
 
 
 def retrieve(config: configs.BenchRetrieve) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from keepsight.commands.bench_samples import made_with, require_question_seen, rows_of_samples
+from keepsight.commands.bench_samples import SampleColumns, made_with, require_question_seen, rows_of_samples
 from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
@@ -48,13 +48,8 @@ _SETTINGS = ("methods", "budgets", "heads", "retrieval", "adapter", "draft", "bi
 
 
 @dataclass(frozen=True)
-class _Row(Hits):
+class _Row(Hits, SampleColumns):
     """A line of hits.jsonl."""
-
-    task: str
-    length: int
-    sample: str
-    rows_in_case: int
 
 
 def run(config: Config) -> None:

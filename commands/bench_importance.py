@@ -5,10 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-
-from keepsight.commands.bench_samples import made_with, require_question_seen, rows_of_samples
+from keepsight.commands.bench_samples import SampleColumns, made_with, require_question_seen, rows_of_samples
 from keepsight.commands.config_bench import BenchImportance as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
@@ -16,6 +13,7 @@ from keepsight.commands.recipe import table_of
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError
 from keepsight.eval.bench.runner import runner_in
+from keepsight.eval.by_head import lines_by_head
 from keepsight.eval.predicted import Predicted, predictions
 from keepsight.eval.report.plots import predicted_plot
 from keepsight.eval.report.summary import Frame
@@ -28,6 +26,8 @@ from keepsight.runtime.generate import Method
 from keepsight.runtime.prompt_compression.specpc import SpecPC
 
 _MEASURES = ["recall", "mass", "cosine", "correlation", "tau"]
+_ROW_COLUMNS = {"task": "task", "length": "length", "sample": "sample", "name": "method", "budget": "budget"}
+"""Columns of a row of importance.jsonl, and their names in the tables."""
 _GROUP = ["task", "length", "method", "budget"]
 _GROUP_COLUMNS = (
     Column("task", "task", is_text=True),
@@ -48,13 +48,8 @@ _SETTINGS = ("methods", "budgets", "adapter", "draft", "max_new_tokens", "seed")
 
 
 @dataclass(frozen=True)
-class _Row(Predicted):
+class _Row(Predicted, SampleColumns):
     """A line of importance.jsonl."""
-
-    task: str
-    length: int
-    sample: str
-    rows_in_case: int
 
 
 def run(config: Config) -> None:
@@ -92,7 +87,7 @@ def run(config: Config) -> None:
                 field="budgets",
                 code="range",
             )
-        frame = _by_head(rows)
+        frame = lines_by_head(rows, _ROW_COLUMNS, _MEASURES)
         summary = _means(frame, _GROUP)
         columns = (*_GROUP_COLUMNS, *_MEASURE_COLUMNS)
         caption = "Predicted importance against the answer's: means over samples, layers and KV heads."
@@ -109,19 +104,6 @@ def run(config: Config) -> None:
     print(table.markdown())
     if config.preset:
         print(f"table: {table_of(config)}")
-
-
-def _by_head(rows: list[dict[str, Any]]) -> Frame:
-    """A line for each sample, method, budget, layer and KV head."""
-    lines = []
-    for row in rows:
-        for layer, head in np.ndindex(len(row["recall"]), len(row["recall"][0])):
-            line = {"task": row["task"], "length": row["length"], "sample": row["sample"]}
-            line |= {"method": row["name"], "budget": row["budget"], "layer": layer, "head": head}
-            for measure in _MEASURES:
-                line[measure] = row[measure][layer][head]
-            lines.append(line)
-    return pd.DataFrame(lines)
 
 
 def _means(frame: Frame, columns: list[str]) -> Frame:

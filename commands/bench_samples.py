@@ -1,7 +1,7 @@
 """What the benchmarks that measure methods on the samples of an evaluation share: bench hits and bench importance."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from keepsight.commands.config_bench import BenchHits, BenchImportance
@@ -13,6 +13,16 @@ from keepsight.models.identity import MadeWith
 from keepsight.models.targets import Target
 
 _BENCHMARKS = tuple(benchmark.name for benchmark in fields(Benchmarks))
+
+
+@dataclass(frozen=True)
+class SampleColumns:
+    """Columns of a line that say of which sample it is, and how many lines the sample has."""
+
+    task: str
+    length: int
+    sample: str
+    rows_in_case: int
 
 
 def require_question_seen(config: BenchHits | BenchImportance, measured: str) -> None:
@@ -37,9 +47,9 @@ def rows_of_samples(
     Args:
         runner: Keeps the rows.
         name: Name of the rows' file.
-        samples: The samples; the columns `task`, `length` and `sample` say which one a row is of.
+        samples: The samples.
         measure: The rows of a sample without these columns.
-        kind: Type of a line of the file.
+        kind: Type of a line of the file, a `SampleColumns`.
     """
     cases = []
     for sample in samples:

@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """The keys of `keepsight serve` with which each server is started."""
 _MODEL_KEYS = ("id", "revision", "dtype", "device", "attention", "trust_remote_code")
-"""Keys of the model that servers are given; a recipe of the same id gives the others."""
+"""Keys of the model that are passed on to servers; they take the others from the recipe of the same id."""
 _SET_HERE = ("name", "label", "port", "host", "rows", "vllm_options", "prefixes")
 
 

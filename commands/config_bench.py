@@ -401,7 +401,7 @@ class BenchHits(shared.OfTable, shared.TaskKeys):
     Attributes:
         methods: Methods that read a part of the cache (specontext, quest, exact_topk) or evict from the prompt; with
             options as for keepsight eval.
-        budgets: KV entries read per step and KV head, or kept of the prompt.
+        budgets: KV entries per KV head, which are read at each step or kept from the prompt.
         heads: Further retrieval heads, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned, but not distilled, and uses
             the previous step's features.
     """
@@ -438,8 +438,8 @@ class BenchImportance(shared.OfTable, shared.TaskKeys):
     over the query heads of a KV head. `recall`: of the `budget` most important entries, the share that is among the
     `budget` that a method ranks first in the same layer and KV head. `mass`: share of the importance on those entries.
     `cosine`, `correlation` (Pearson's) and `tau` (Kendall's) compare a method's scores before pooling with the
-    importance, and do not depend on the budget. The draft's scores of specpc are compared with those that the base
-    model gives in the draft's place. Writes importance.jsonl (a row per sample, with every layer and head),
+    importance, and do not depend on the budget. For specpc the reference is the base model in the draft's role.
+    Writes importance.jsonl (a row per sample, with every layer and head),
     importance.csv and importance.png to `out`. A stopped run resumes when the same command is run again.
 
     Attributes:

@@ -122,7 +122,7 @@ def run(config: Config) -> str:
 
 
 def _drawn(samples: Sequence[RenderedSample], draws: int) -> list[RenderedSample]:
-    """The samples, then the same again for each further sampled answer, under other ids."""
+    """The samples, repeated once per draw; the ids of all draws but the first end in its number."""
     drawn = list(samples)
     for draw in range(1, draws):
         for sample in samples:

@@ -271,7 +271,11 @@ def _started(worker: Worker, folder: Path) -> Path:
 
 
 def _evict_options(config: Config) -> dict[str, Any]:
-    """The method as vLLM's connector takes it; UserError for one that cannot run there."""
+    """The method as vLLM's connector takes it.
+
+    Raises:
+        UserError: the method cannot run inside vLLM.
+    """
     options = {"name": config.method, "budget": config.budget, **config.options}
     if config.page:
         options["allocate"] = {**paged_allocation(config), "name": "global"}

@@ -26,9 +26,11 @@ from keepsight.serving.prefix import alphabet_of, letters_of_id
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
     """Every method at every budget; the arguments are the command's keys of these names.
 
-    `all` stands for every method, at each budget with which it can be made by its defaults; a line names the others. A
-    method with `vary` is made once for each of the values, see `_varied`. UserError: nothing is named, something twice,
-    or a method cannot be made.
+    `all` stands for every method at every budget that its defaults allow; a line names what is left out. A method with
+    `vary` becomes one variant per value (`_varied`).
+
+    Raises:
+        UserError: nothing is named, something is named twice, or a method cannot be made.
     """
     for budget in budgets:
         require_kind(Budget, f"budgets={budgets}: budget", budget)
@@ -130,7 +132,7 @@ def require_evict(method: Method, refusal: str) -> Evict:
 
 
 def _read_variants(method: Any, bits: list[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, label and options of one of `methods`, once for each value that it varies, and for each of `bits`."""
+    """Name, label and options of one of `methods`: one per value that it varies and per number of bits."""
     for name, label, options in _varied(*read_method(method)):
         yield from _by_bits(name, label, options, bits)
 

@@ -1,8 +1,8 @@
 """How close the importance that a method predicts is to the importance that an answer gives to the prompt's entries.
 
 The reference is the attention of the full cache's own answer, mean over its tokens and over the query heads of a KV
-head (LookaheadKV, arXiv 2603.10899, section 2). A draft model's scores of tokens (SpecPC, arXiv 2506.08373, section
-5.1) are compared with those that the base model gives as its own draft.
+head (LookaheadKV, arXiv 2603.10899, section 2). For a draft model that scores tokens (SpecPC, arXiv 2506.08373, section
+5.1) the reference is the base model in the draft's role.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.errors import UserError
+from keepsight.eval.by_head import ByHead, rounded
 from keepsight.eval.compress import SharedPrompt, needs_of_all
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
@@ -28,8 +29,6 @@ from keepsight.runtime.state import prefill
 _RANKED = 512
 """Kendall's tau is computed over at most so many entries, evenly spaced over a longer prompt."""
 _POINTS = 200
-ByHead = list[list[float]]
-"""A number for each layer and KV head; one for the whole model where tokens are scored for all of it."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,7 @@ def predictions(
             best = top_mask(importance, budget)
             recall = (best & top_mask(reference, budget)).sum(-1) / budget
             mass = (reference * best).sum(-1) / reference.sum(-1)
-            rows.append(
-                Predicted(name, budget, recall=_rounded(recall), mass=_rounded(mass), points=points, **likeness)
-            )
+            rows.append(Predicted(name, budget, recall=rounded(recall), mass=rounded(mass), points=points, **likeness))
     return rows
 
 
@@ -109,8 +106,8 @@ def _likeness(scores: Tensor, reference: Tensor) -> dict[str, ByHead]:
     scores_about_mean = scores - scores.mean(dim=-1, keepdim=True)
     reference_about_mean = reference - reference.mean(dim=-1, keepdim=True)
     return {
-        "cosine": _rounded(functional.cosine_similarity(scores, reference, dim=-1)),
-        "correlation": _rounded(functional.cosine_similarity(scores_about_mean, reference_about_mean, dim=-1)),
+        "cosine": rounded(functional.cosine_similarity(scores, reference, dim=-1)),
+        "correlation": rounded(functional.cosine_similarity(scores_about_mean, reference_about_mean, dim=-1)),
         "tau": _taus(scores, reference),
     }
 
@@ -124,7 +121,7 @@ def _taus(scores: Tensor, reference: Tensor) -> ByHead:
     for layer, head in np.ndindex(*taus.shape):
         result: Any = kendalltau(scores_of_heads[layer, head], reference_of_heads[layer, head])
         taus[layer, head] = np.nan_to_num(result.statistic)
-    return _rounded(torch.from_numpy(taus))
+    return rounded(torch.from_numpy(taus))
 
 
 def _points(reference: Tensor, scores: Tensor) -> list[list[float]]:
@@ -133,11 +130,3 @@ def _points(reference: Tensor, scores: Tensor) -> list[list[float]]:
     positions = torch.linspace(0, length - 1, min(length, _POINTS)).round().long().to(scores.device)
     pairs = torch.stack([reference[positions], scores[positions]], dim=1)
     return [[float(f"{value:.4g}") for value in pair] for pair in pairs.tolist()]
-
-
-def _rounded(values: Tensor) -> ByHead:
-    """[L, K] as lists, with the digits that a row needs."""
-    rows = []
-    for numbers in values.double().tolist():
-        rows.append([round(number, 5) for number in numbers])
-    return rows

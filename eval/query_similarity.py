@@ -23,7 +23,7 @@ from keepsight.runtime.rotary import Rotary
 from keepsight.runtime.state import full_layers, has_bounded, prefill
 
 POSITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Where the tokens stand, as shares of the prompt's length; 1 is the answer's place."""
+"""Where the tokens begin, as shares of the prompt's length; 1 is where the answer begins."""
 
 
 class _QueriedLayer(ObservedLayer):
@@ -54,11 +54,12 @@ def query_similarity(
         answer_tokens: Longest answer.
         seed: Seed of random tokens and drawn positions.
         text: Token ids that are repeated up to the answer's length, as a further content.
-        drawn: Further places by name: a span that begins at a position drawn below this number (appendix A.1.2).
+        drawn: Further positions by name: one drawn below this number (appendix A.1.2).
 
     Returns:
-        By content (`same`; `other`, drawn uniformly from the vocabulary; `text`) and place (one of `POSITIONS` as
-        text, or a name of `drawn`) the cosine similarity after and before RoPE, [L, H] float32 each, mean over tokens.
+        By content (`same`; `other`, drawn uniformly from the vocabulary; `text`) and position (one of `POSITIONS`
+        as text, or a name of `drawn`) the cosine similarity after and before RoPE, [L, H] float32 each, means over
+        tokens.
 
     Raises:
         UserError: some layer has no full attention, or its RoPE cannot be undone.
@@ -79,14 +80,15 @@ def query_similarity(
         repeated = [text[index % len(text)] for index in range(ids.shape[1])]
         contents["text"] = torch.tensor([repeated], device=ids.device)
     length = int(state.lengths[0])
-    places = {f"{share:g}": round(share * length) for share in POSITIONS}
+    first_positions = {f"{share:g}": round(share * length) for share in POSITIONS}
     for name, end in (drawn or {}).items():
-        places[name] = int(torch.randint(min(end, length), (1,), generator=generator))
+        first_positions[name] = int(torch.randint(min(end, length), (1,), generator=generator))
 
     queries_of_answer = _queries(model, state.cache, ids, length)
     similarities = {}
-    for (content, tokens), (place, first) in product(contents.items(), places.items()):
-        similarities[content, place] = _similarity(queries_of_answer, _queries(model, state.cache, tokens, first))
+    for (content, tokens), (position, first) in product(contents.items(), first_positions.items()):
+        queries = _queries(model, state.cache, tokens, first)
+        similarities[content, position] = _similarity(queries_of_answer, queries)
     return similarities
 
 

@@ -258,25 +258,24 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     """
     try:  # the only form in which some authors publish their weights
         content = torch.load(path, map_location="cpu", weights_only=True)
-        tensors = dict(_tensors_in(content, ""))
     except (OSError, MemoryError):  # it cannot be opened, or does not fit into memory: no fault of its contents
         raise
-    except Exception as error:  # damaged pickles raise anything; the reason is in the message
-        raise UserError(
-            f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read",
-            field=path.name,
-            code="file",
-        ) from None
+    except Exception as error:  # damaged pickles raise anything; the message has the reason, the cause its traceback
+        raise _no_pickle_of_tensors(path, one_line(error, 200)) from error
+    try:
+        tensors = dict(_tensors_in(content, ""))
+    except (TypeError, RecursionError) as error:  # a tensor of another kind, or a container that holds itself
+        raise _no_pickle_of_tensors(path, one_line(error, 200)) from error
     file_bytes = path.stat().st_size
     tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if tensor_bytes > 4 * file_bytes:  # a view may stand for any size
-        raise UserError(
-            f"{path}: not a pickle of tensors alone (tensors of {tensor_bytes:,} bytes in a file of {file_bytes:,}); "
-            "it was not read",
-            field=path.name,
-            code="file",
-        )
+        reason = f"tensors of {tensor_bytes:,} bytes in a file of {file_bytes:,}"
+        raise _no_pickle_of_tensors(path, reason)
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _no_pickle_of_tensors(path: Path, reason: str) -> UserError:
+    return UserError(f"{path}: not a pickle of tensors alone ({reason}); it was not read", field=path.name, code="file")
 
 
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

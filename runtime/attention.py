@@ -666,7 +666,7 @@ def _biased_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, soft
     outputs = []
     for start in range(0, queries, _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, queries)
-        visible_keys = keys - (queries - end)  # no query of the block sees what comes after it
+        visible_keys = keys - (queries - end)  # the block attends to no later key
         if mask is None:
             block_mask = visible(end - start, key.new_ones(1, 1, visible_keys, dtype=torch.bool))
         else:

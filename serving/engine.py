@@ -414,8 +414,8 @@ class Engine:
         except UserError:
             method.check(length, _UNBOUNDED)  # raises what is not about the context
             raise TooLong(
-                f"this model's maximum context length is {self.context} tokens; the prompt is too long, with {length} "
-                f"tokens beside those that {type(method).__name__} observes with; shorten it",
+                f"this model's maximum context length is {self.context} tokens; the prompt has {length} and "
+                f"{type(method).__name__} reads observing tokens after it; shorten it",
                 field="prompt",
                 code="range",
             ) from None

@@ -254,8 +254,8 @@ class SpeContext(SparseRead):
         heads: `each` KV head reads entries of its own; `same`: all heads of a layer read the same (section 4.2's
             batch-level retrieval).
         offload: Number of last layers whose entries are in CPU memory from the start.
-        loading: How such a layer gets the selected entries: `elastic`, those that the step before lacked, while earlier
-            layers compute; `whole`, all of them, when it reads them.
+        loading: How such a layer gets the selected entries: `elastic` loads only what the previous step did not
+            read, while earlier layers compute; `whole` loads all of them when the layer reads them.
         memory_limit: Device memory for weights and entries, such as 24GiB or a number of bytes: before they would
             exceed it, layers move to the CPU one at a time. None for no limit. It holds from the first decoding step
             on: the prefill has all layers on the device.

@@ -83,6 +83,14 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     in the process, or a model whose layers are of several kinds.
     """
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether the cache may be mapped anew after a sleep, which vLLM asks from 0.33 on; no: its tensors are kept.
+
+        vLLM's own class answers yes.
+        """
+        return False
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_tested()

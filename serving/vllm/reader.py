@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cache
@@ -59,7 +60,7 @@ class Refused(UserError):
         self.openai_code = openai_code
 
 
-class Reader:
+class Reader(ABC):
     """Makes prefixes of long prompts.
 
     Args:
@@ -97,6 +98,7 @@ class Reader:
             return room
         return None
 
+    @abstractmethod
     def prefix(self, ids: list[int], salt: str, complete: Complete) -> AbstractAsyncContextManager[tuple[str, int]]:
         """The digest and the entries of a prompt's prefix, whose file stays at least as long as this is open.
 
@@ -105,7 +107,6 @@ class Reader:
         Raises:
             Refused: the prompt is refused, or nobody reads it.
         """
-        raise NotImplementedError
 
     def _count(self, reply: dict[str, Any], tokens: int, seconds: float, is_repeated: bool) -> tuple[str, int]:
         """The digest and the entries of a reply, which is counted; `Refused` for an error."""
