@@ -7,8 +7,6 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from keepsight.eval.report.summary import Frame
-
 ByHead = list[list[float]]
 """A number for each layer and head; one for the whole model where tokens are scored for all of it."""
 
@@ -21,7 +19,9 @@ def rounded(values: Tensor) -> ByHead:
     return rows
 
 
-def lines_by_head(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], measures: Sequence[str]) -> Frame:
+def lines_by_head(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], measures: Sequence[str]
+) -> pd.DataFrame:
     """A line for every row, layer and head.
 
     Args:
