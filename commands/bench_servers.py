@@ -111,25 +111,7 @@ def _ours(
     config: BenchServe, outline: Target, load: Load, label: str, keys: dict[str, Any], has_options: bool
 ) -> ServerCommand:
     """A server of `keepsight serve` with these keys, over the method of the command."""
-    keys_of_serve = {key.name for key in fields(Serve)}
-    for key in keys:
-        if key not in keys_of_serve or key in _SET_HERE:
-            raise UserError(
-                f"servers: {key}= is no key of keepsight serve that can be chosen here; leave it out",
-                field="servers",
-                code="unknown",
-            )
-    name, _, options = read_method(config.methods[0])
-    values: dict[str, Any] = {"method": name, "budget": config.budgets[0]}
-    if "method" in keys:  # the options are another's
-        options = {}
-    if keys.get("method") == "full":
-        values = {}
-    values |= keys
-    values["options"] = {**options, **keys["options"]}
-    if not values["options"]:
-        del values["options"]
-
+    values = _keys_of_serve(config, keys)
     shared = _model_words(config)
     words = [sys.executable, "-m", "keepsight", "serve", *shared, *_words(values)]
     words += [f"name={MODEL_NAME}", f"rows={config.rows}", f"waiting={max(config.requests, 64)}"]
@@ -146,6 +128,32 @@ def _ours(
     environment = _all_cores(config) if keys.get("reader") == "vllm" else {}
     options_text = json.dumps(keys) if has_options else ""
     return ServerCommand(label, words, "port={}", environment, prefix, options_text, is_vllm)
+
+
+def _keys_of_serve(config: BenchServe, keys: dict[str, Any]) -> dict[str, Any]:
+    """The method of the command with its budget and options, and the server's own keys, which count more.
+
+    Raises:
+        UserError: a key is none of keepsight serve's, or is set by the benchmark.
+    """
+    names = {key.name for key in fields(Serve)}
+    for key in keys:
+        if key not in names or key in _SET_HERE:
+            raise UserError(
+                f"servers: {key}= is no key of keepsight serve that can be chosen here; leave it out",
+                field="servers",
+                code="unknown",
+            )
+    method, _, options = read_method(config.methods[0])
+    values: dict[str, Any] = {}
+    if keys.get("method") != "full":
+        values = {"method": method, "budget": config.budgets[0]}
+    values |= keys
+    if "method" not in keys:  # the command's options are for its own method
+        values["options"] = options | keys["options"]
+    if not values["options"]:
+        del values["options"]
+    return values
 
 
 def _all_cores(config: BenchServe) -> dict[str, str]:

@@ -234,7 +234,9 @@ class Evict(CacheMethod):
         if evicts and isinstance(self.budget, float):
             self._check_allocation(budgets)
 
-        tail = self._tail(model, input_ids, mask, options.get("images")) if evicts else None
+        tail = None
+        if evicts:
+            tail = self._tail(model, input_ids, mask, options.get("images"))
         after_layer = None
         waits = self.waits or self.rerotate or self.during_prefill is False or self.allocate.across_layers
         if evicts and not waits and (tail is not None or isinstance(observer, LayerObserver)):
@@ -264,7 +266,9 @@ class Evict(CacheMethod):
         if embeddings is None:
             return None
         tail = observer.tail(model, input_ids, mask, self.reduce, images)
-        return None if tail is None else replace(tail, prompt=embeddings)
+        if tail is None:
+            return None
+        return replace(tail, prompt=embeddings)
 
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:

@@ -227,8 +227,8 @@ class _Decoding:
             return None
         with ExitStack() as patched:
             seconds = [patched.enter_context(_timed_selections(kind)) for kind in kinds]
-            whole = seconds_of(self._read)
-        return sum(map(sum, seconds)) / whole
+            step_seconds = seconds_of(self._read)
+        return sum(map(sum, seconds)) / step_seconds
 
 
 @contextmanager

@@ -213,7 +213,9 @@ def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> Ro
 
     with _peak_memory(server.process.pid) as peak, ThreadPoolExecutor(load.clients) as pool:
         start = time.perf_counter()
-        answers = [answer for answers in pool.map(converse, conversations) for answer in answers]
+        answers = []
+        for answers_of_conversation in pool.map(converse, conversations):
+            answers += answers_of_conversation
         seconds = time.perf_counter() - start
     return _figures(answers, seconds) | {"peak MiB": peak[0] / 2**20, "prefixes s": seconds_of_prefixes}
 
@@ -227,7 +229,8 @@ def _figures(answers: list[_Answer], seconds: float) -> Row:
     gaps = []
     for answer in complete:
         gaps += answer.gaps
-    gaps = gaps or [0.0]
+    if not gaps:  # answers of one token
+        gaps = [0.0]
     return {
         "requests/min": 60 * len(complete) / seconds,
         "first s": statistics.median(first),
