@@ -86,6 +86,8 @@ class Serve(Evicting):
             tokens alone are read.
         max_new_tokens: Longest answer in tokens.
         max_budget: Largest budget that a request may choose by {"keepsight": {"budget": ...}}; budget by default.
+        adapters: Further lookahead adapters on the same base model, such as {law: runs/law, code: runs/code}. A request
+            chooses one by {"keepsight": {"adapter": "law"}}; others are evicted from by adapter.
         max_bytes: Largest request body in bytes.
         hosts: Names by which clients may call the server, such as that of a proxy, beside localhost and IP addresses;
             "*" for any. By default host and, unless that is a loopback address, this machine's name; any name where a
@@ -123,6 +125,7 @@ class Serve(Evicting):
     later_turns: Annotated[str, one_of("reread", "continue")] = "reread"
     max_new_tokens: PositiveInt = 1024
     max_budget: int | float | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
     max_bytes: PositiveInt = 1 << 24
     hosts: list[str] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)

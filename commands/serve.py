@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,20 @@ from keepsight.files import read_bytes, require_writable
 from keepsight.models.decoder import context_of
 from keepsight.models.model_files import located
 from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import Method
+from keepsight.runtime.methods import Resources
+from keepsight.serving.choices import with_budget
 from keepsight.serving.engine import Engine
 from keepsight.serving.hosts import ANY, names_of
 from keepsight.serving.inside import evicting_config, evicting_method, looks_back, shortest_evicted
 from keepsight.serving.prefix import transfer_config
-from keepsight.serving.vllm.access import GRACE, HOSTS, OPEN_METRICS, ORIGINS, STOPPING
+from keepsight.serving.vllm.access import ADAPTERS, GRACE, HOSTS, MAX_BUDGET, OPEN_METRICS, ORIGINS, STOPPING
 from keepsight.serving.worker import Worker
 
 _VLLM_KEYS = "page", "reader", "worker_threads", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
-_OUR_KEYS = "sessions", "later_turns", "max_budget", "grace", "keep_alive", "read_timeout", "connections", "access_log"
+_OUR_KEYS = "sessions", "later_turns", "grace", "read_timeout", "connections", "access_log"
 """Keys of keepsight's own server."""
 _VLLM_OWN = (
     "model",
@@ -90,7 +94,10 @@ def run(config: Config) -> None:
             code="missing",
         ) from None
     session_bytes = _session_bytes(config)
-    method = method_of(config, resources_of(config, without_weights(config)))  # bad values end here
+    resources = resources_of(config, without_weights(config))
+    method = method_of(config, resources)  # bad values end here
+    adapters = _by_adapter(config, resources, method_of)
+    _check_max_budget(config, [method, *adapters.values()])
     key = os.environ.get(config.key) or None
     key_variable = config.key if key else None
     hosts = config.hosts
@@ -109,11 +116,8 @@ def run(config: Config) -> None:
             session_bytes=session_bytes,
             continues=config.later_turns == "continue",
         )
-        if config.max_budget is not None:
-            try:
-                engine.with_budget(config.max_budget)
-            except UserError as error:
-                raise error.reworded(f"max_budget={config.max_budget}: {error}") from None
+        for other in adapters.values():
+            engine.admit(other)
         with engine:
             name = config.name or target.public_name
             service = Service(
@@ -124,6 +128,7 @@ def run(config: Config) -> None:
                 answer_tokens=config.max_new_tokens,
                 max_bytes=config.max_bytes,
                 max_budget=config.max_budget,
+                adapters=adapters,
                 read_timeout=config.read_timeout,
                 hosts=hosts,
                 origins=config.origins,
@@ -143,6 +148,39 @@ def run(config: Config) -> None:
                 server.run(sockets=[listener])
             except KeyboardInterrupt:  # raised by either signal, once everything has ended
                 print("stopped", file=sys.stderr)
+
+
+def _by_adapter(config: Config, resources: Resources, make: Callable[[Config, Resources], Method]) -> dict[str, Evict]:
+    """The method with each of the adapters that requests may choose, by name.
+
+    Raises:
+        UserError: an adapter cannot be loaded or is for another model, or the method observes with none.
+    """
+    methods: dict[str, Evict] = {}
+    for name, reference in config.adapters.items():
+        try:
+            method = make(config, resources.with_modules(adapter=reference))
+        except UserError as error:
+            raise error.reworded(f"adapters={{{name}: {reference}}}: {error}") from None
+        if not isinstance(method, Evict) or method.adapter_digest is None:
+            raise UserError(
+                f"adapters={{{name}: {reference}}}: {config.method} observes with no adapter; leave adapters= out",
+                field="adapters",
+                code="conflict",
+            )
+        methods[name] = method
+    return methods
+
+
+def _check_max_budget(config: Config, methods: Sequence[Method]) -> None:
+    """UserError for a `max_budget` that a method cannot have."""
+    if config.max_budget is None:
+        return
+    for method in methods:
+        try:
+            with_budget(method, config.max_budget)
+        except UserError as error:
+            raise error.reworded(f"max_budget={config.max_budget}: {error}") from None
 
 
 def _session_bytes(config: Config) -> int:
@@ -174,7 +212,10 @@ def _run_vllm(config: Config) -> None:
     from keepsight.serving.vllm.folder import server_folder  # where there are Unix sockets
 
     outline = without_weights(config)
-    method = prefix_method(config, resources_of(config, outline))  # bad values end here
+    resources = resources_of(config, outline)
+    method = prefix_method(config, resources)  # bad values end here
+    adapters = _by_adapter(config, resources, prefix_method)
+    _check_max_budget(config, [method, *adapters.values()])
     evict = _evict_options(config) if config.reader == "vllm" else None
     target = outline if evict else target_of(config)
     min_prompt_tokens = _min_prompt_tokens(config, target)
@@ -207,6 +248,7 @@ def _run_vllm(config: Config) -> None:
                 target,
                 method,
                 plain_prefixes,
+                adapters=adapters,
                 page=config.page,
                 waiting=config.waiting,
                 max_bytes=prefix_bytes,
@@ -371,6 +413,8 @@ def _check_vllm(config: Config) -> None:
             field="min_prompt_tokens",
             code="range",
         )
+    if config.reader == "vllm" and config.adapters:
+        raise UserError("adapters= is for reader=worker; leave one of them out", field="adapters", code="conflict")
     if config.reader == "vllm" and config.worker_threads:
         raise UserError(
             "worker_threads= is for reader=worker; leave one of them out", field="worker_threads", code="conflict"
@@ -463,6 +507,7 @@ def _environment(
     return {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(config.keep_alive),
         "DO_NOT_TRACK": "1",
         **os.environ,
         "KEEPSIGHT_ROOT": str(prefixes),
@@ -474,6 +519,8 @@ def _environment(
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
         "KEEPSIGHT_PREFIX_BYTES": config.prefix_bytes,
         "KEEPSIGHT_RAGGED": str(int(config.page > 0)),
+        MAX_BUDGET: str(config.budget if config.max_budget is None else config.max_budget),
+        ADAPTERS: json.dumps([*config.adapters]),
         OPEN_METRICS: str(int(config.open_metrics)),
         # Not in the arguments, which every user sees.
         _VLLM_KEY: os.environ.get(config.key) or os.environ.get(_VLLM_KEY, ""),

@@ -29,7 +29,6 @@ from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
 from keepsight.runtime.batch_slots import BatchSlots
 from keepsight.runtime.beside import Beside, can_read_beside
-from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
@@ -71,7 +70,7 @@ class Job:
     Args:
         ids: [N] int64, the prompt.
         seed: Seeds sampling; None for a random one.
-        method: Evicts from the prompt; None for the engine's own. See `Engine.with_budget`.
+        method: Evicts from the prompt; None for the engine's own. Others are of `Engine.admit`.
         processors: Logits processors that come before those of the options.
         tenant: Whose request it is; it goes on from no session of another.
         top_logprobs: Number of most likely tokens to record with each token's log-probability; None to record none.
@@ -351,7 +350,7 @@ class Engine:
         if not isinstance(end_tokens, list):
             end_tokens = [] if end_tokens is None else [end_tokens]
         self.end_tokens = frozenset(end_tokens)
-        self._require_joinable()
+        self.admit(method)
 
     # For other threads
 
@@ -430,20 +429,6 @@ class Engine:
         else:
             limit = f"this model's maximum context length is {self.context} tokens"
         return f"{limit}; the prompt is too long, with {length}; shorten it"
-
-    def with_budget(self, budget: int | float) -> Evict:
-        """The engine's method with another budget, for a `Job`.
-
-        Raises:
-            UserError: the method has no budget, or it cannot be that.
-        """
-        if not isinstance(self.method, Evict):
-            raise UserError(
-                f"{type(self.method).__name__} evicts nothing, so that it has no budget",
-                field="budget",
-                code="conflict",
-            )
-        return replace(self.method, budget=budget)
 
     def drain(self) -> None:
         """Take no more requests, and end those that wait as cancelled; running ones go on."""
@@ -850,18 +835,22 @@ class Engine:
         with suppress(Exception):  # in its text: other requests go on
             job.ended()
 
-    def _require_joinable(self) -> None:
-        """Read a short prompt, and refuse a method whose states cannot be joined."""
-        name = type(self.method).__name__
+    def admit(self, method: Method) -> None:
+        """Read a short prompt with a method, which jobs may have then with any budget, before the thread runs.
+
+        Raises:
+            UserError: its states cannot be joined with those of others.
+        """
+        name = type(method).__name__
         state = None
-        reads_alone = self.method.reader(self.model) is not self.model
-        if not reads_alone and self.method.periodic_eviction(self.model) is None:
+        reads_alone = method.reader(self.model) is not self.model
+        if not reads_alone and method.periodic_eviction(self.model) is None:
             length = min(_PROBE_TOKENS, self.context // 2)
             try:
-                self.method.check(length, self.context)
+                method.check(length, self.context)
             except UserError:
                 return  # too short for this budget: longer prompts are read
-            state = self.method.start(self.model, torch.full((1, length), 3, device=self.model.device))
+            state = method.start(self.model, torch.full((1, length), 3, device=self.model.device))
         if state is None or not can_join(state):
             raise UserError(
                 f"{name} cannot answer in a batch (it reads entries in its own form, evicts while decoding, or the "

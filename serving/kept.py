@@ -1,6 +1,10 @@
-"""Prompts that are read once: requests with the same tokens and salt share a prefix, which stays while one uses it."""
+"""Prompts that are read once: requests with the same tokens, salt and choice share a prefix.
+
+It stays while one uses it.
+"""
 
 import asyncio
+import json
 import threading
 from array import array
 from collections import OrderedDict
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.files import hex_digest
+from keepsight.serving.choices import Choice
 
 
 @dataclass
@@ -63,19 +68,24 @@ class KeptPrompts:
     def __iter__(self) -> Iterator[Prompt]:
         return iter([*self._prompts.values()])  # another thread may look at them while the event loop changes them
 
-    def has(self, ids: list[int], salt: str) -> bool:
+    def has(self, ids: list[int], salt: str, choice: Choice) -> bool:
         """Whether a prompt is being read, or its prefix kept."""
-        return _key_of(ids, salt) in self._prompts
+        return _key_of(ids, salt, choice) in self._prompts
 
     @contextmanager
     def lease(
-        self, ids: list[int], salt: str, read: Callable[[Prompt], Coroutine[Any, Any, dict[str, Any]]]
+        self,
+        ids: list[int],
+        salt: str,
+        choice: Choice,
+        read: Callable[[Prompt], Coroutine[Any, Any, dict[str, Any]]],
     ) -> Iterator[Prompt]:
         """A prompt, whose prefix stays at least as long as this is open.
 
-        `read` makes the reply where nobody else has asked for the prompt before, or its file is lost.
+        `read` makes the reply where nobody else has asked for the prompt with this salt, adapter and budget before, or
+        its file is lost.
         """
-        key = _key_of(ids, salt)
+        key = _key_of(ids, salt, choice)
         prompt = self._prompts.setdefault(key, Prompt())
         if prompt.path is not None and not prompt.path.is_file():
             prompt.remove()  # such as by a cleaner of temporary folders; it is made again
@@ -108,5 +118,6 @@ class KeptPrompts:
                 self._prompts.pop(key).remove()
 
 
-def _key_of(ids: list[int], salt: str) -> str:
-    return hex_digest([array("q", ids).tobytes(), salt.encode()])
+def _key_of(ids: list[int], salt: str, choice: Choice) -> str:
+    apart = json.dumps([salt, choice.adapter, choice.budget])
+    return hex_digest([array("q", ids).tobytes(), apart.encode()])

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 ID = re.compile("[0-9a-f]{32}")
 MAX_LETTERS = 16
+PREFIX_HEADER = "Keepsight-Prefix"
+"""The header of a request that names the prefix which its prompt follows."""
+PREFIX_ROLES = ("system", "developer", "user")
+"""Roles of messages whose first words may name a prefix; what answers and tools say is text."""
+_NAMED = re.compile(r"\s*\[\[\s*keepsight\s*:([^\]]*)\]\]", re.IGNORECASE)
 MARK = "\u2063keepsight\u2063"
 """Placeholder of the document while a chat template is rendered."""
 EVICT = "keepsight_evict"
@@ -80,6 +85,18 @@ class Header:
     method: str = ""
     tokens: str = ""
     version: int = _VERSION
+
+
+# Names
+
+
+def split_named(text: str) -> tuple[str, str] | None:
+    """The id of the prefix that the first words of a text name, `[[keepsight:ID]]`, and the text after it; else None.
+
+    Such words further on in a text are text.
+    """
+    named = _NAMED.match(text)
+    return None if named is None else (named[1].strip(), text[named.end() :])
 
 
 # Placeholders

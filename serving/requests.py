@@ -30,6 +30,8 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, code_of
 from keepsight.models.chat import chat_text
+from keepsight.serving.choices import Choice
+from keepsight.serving.prefix import PREFIX_ROLES
 from keepsight.serving.sampling import AnswerPenalties
 
 MOST_LOGPROBS = 20
@@ -220,21 +222,30 @@ class ResponseFormat(BaseModel):
 
 
 class KeepsightFields(BaseModel):
-    """The field `keepsight`, with options of this server: `extra_body={"keepsight": {"budget": 128}}` in clients.
+    """The field `keepsight`, with options of our servers: `extra_body={"keepsight": {"budget": 128}}` in clients.
 
-    `budget` is the number of entries that each KV head keeps of the prompt, or a ratio of the prompt.
+    Attributes:
+        budget: Number of entries that each KV head keeps of the prompt, or a ratio of the prompt.
+        adapter: Name of one of the server's adapters.
+        prefix: Id of a prefix that the prompt follows, in vLLM's server.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
     budget: PositiveInt | Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
-    adapter: Annotated[Any, _not_supported("this server has one adapter, leave it out")] = None
+    adapter: Annotated[str, Field(min_length=1)] | None = None
+    prefix: str | None = None
 
     @model_validator(mode="after")
     def _require_known(self) -> "KeepsightFields":
         for name, value in (self.model_extra or {}).items():
             if value is not None:
-                raise ValueError(f"has no field {name[:64]!r}; it has budget")
+                raise ValueError(f"has no field {name[:64]!r}; it has budget, adapter and prefix")
         return self
+
+    @property
+    def choice(self) -> Choice:
+        """The adapter and the budget."""
+        return Choice(self.adapter, self.budget)
 
 
 class CommonFields(BaseModel, ABC):
@@ -415,6 +426,11 @@ class Message(BaseModel):
     function_call: Annotated[Any, _not_supported("send it as tool_calls")] = None
 
     @property
+    def may_name_prefix(self) -> bool:
+        """Whether its first words may name a prefix: those of tools and answers are text."""
+        return self.role in PREFIX_ROLES
+
+    @property
     def text(self) -> str:
         """The text of its parts."""
         if isinstance(self.content, list):
@@ -532,6 +548,20 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
     model: str | None = None
     tokens: _Ids
+
+
+class _OfKeepsight(BaseModel):
+    """A request of vLLM's server, as far as it is for keepsight."""
+
+    keepsight: KeepsightFields | None = None
+
+
+def keepsight_fields(value: Any) -> KeepsightFields:
+    """The field `keepsight` of a request of vLLM's server; a `UserError` as from our own server."""
+    try:
+        return _OfKeepsight.model_validate({"keepsight": value}).keepsight or KeepsightFields()
+    except ValidationError as error:
+        raise first_fault(error) from None
 
 
 def prompt_of(messages: Sequence[Message], tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> str:

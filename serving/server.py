@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,9 +35,12 @@ from keepsight.models.answer_text import AnswerText, token_text
 from keepsight.models.chat import encode
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import Method
+from keepsight.serving.choices import Choice, Choices, chosen_by
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from keepsight.serving.guard import PROBES, Guard
 from keepsight.serving.metrics import registry_of
+from keepsight.serving.prefix import ID, PREFIX_HEADER, split_named
 from keepsight.serving.replies import Answers, Reply, StreamedJob
 from keepsight.serving.requests import (
     ChatRequest,
@@ -104,6 +107,7 @@ class Service:
         key: The key that requests must send; None where none is needed.
         answer_tokens: Longest answer in tokens.
         max_budget: Largest budget that a request may choose; None for that of the engine's method.
+        adapters: Methods with other adapters that a request may choose, by name; the engine has admitted them.
         max_bytes: Largest body of a request in bytes.
         read_timeout: Seconds in which a body must arrive.
         hosts, origins: See `Guard`. Replies to these origins have CORS headers.
@@ -120,6 +124,7 @@ class Service:
         answer_tokens: int,
         max_bytes: int,
         max_budget: int | float | None = None,
+        adapters: Mapping[str, Evict] | None = None,
         read_timeout: float = 60,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -130,7 +135,10 @@ class Service:
         self.name = name
         self.key = key
         self.answer_tokens = answer_tokens
-        self.max_budget = max_budget
+        self.adapters = adapters or {}
+        if max_budget is None and isinstance(engine.method, Evict):
+            max_budget = engine.method.budget
+        self.choices = Choices(max_budget, [*self.adapters])
         self.max_bytes = max_bytes
         self.read_timeout = read_timeout
         self.hosts = hosts
@@ -208,6 +216,7 @@ class Service:
             "created": self.started,
             "owned_by": "keepsight",
             "max_model_len": self.engine.context,
+            "keepsight": asdict(self.choices),
         }
 
     def _require_served(self, name: str) -> None:
@@ -243,6 +252,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
+        _require_no_prefix(request, asked, [message.text for message in asked.messages if message.may_name_prefix])
         tools = asked.offered_tools
         if tools and self.response_template is None:
             kind = self.target.model.config.model_type
@@ -268,6 +278,7 @@ class Service:
                 field="prompt",
                 code="range",
             )
+        _require_no_prefix(request, asked, [prompt for prompt in asked.prompt if isinstance(prompt, str)])
         prompts = await self._prompts(asked.prompt, special=asked.add_special_tokens is not False)
         max_tokens = asked.max_tokens or asked.max_completion_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
         return await self._answer(request, Asked(asked, prompts, max_tokens))
@@ -466,26 +477,12 @@ class Service:
         jobs[0].siblings = jobs[1:]
         return jobs[0]
 
-    def _method(self, fields: CommonFields, prompt_tokens: int) -> Evict | None:
-        """The method with the budget that a request chooses; None for the engine's own."""
-        if fields.keepsight is None or fields.keepsight.budget is None:
-            return None
-        budget = fields.keepsight.budget
-        try:
-            method = self.engine.with_budget(budget)
-            limit: Any = self.engine.method
-            if self.max_budget is not None:
-                limit = self.engine.with_budget(self.max_budget)
-        except UserError as error:
-            raise UserError(f"keepsight.budget: {error}", field="keepsight.budget", code=error.code) from None
-        if method.budget_for(prompt_tokens) > limit.budget_for(prompt_tokens):
-            raise UserError(
-                f"keepsight.budget: {budget} keeps more of this prompt than the {limit.budget} that this server allows "
-                "(max_budget=)",
-                field="keepsight.budget",
-                code="range",
-            )
-        return method
+    def _method(self, fields: CommonFields, prompt_tokens: int) -> Method | None:
+        """The method with the adapter and the budget that a request chooses; None for the engine's own."""
+        choice = Choice() if fields.keepsight is None else fields.keepsight.choice
+        self.choices.check(choice, prompt_tokens)
+        method = self.engine.method if choice.adapter is None else self.adapters[choice.adapter]
+        return chosen_by(choice, method) if isinstance(method, Evict) else None
 
     async def _unless_gone(self, request: Request, answers: Answers) -> None:
         """Wait until the answers have ended; once the client has left, they are cancelled instead."""
@@ -580,6 +577,19 @@ class Service:
     async def metrics(self) -> PlainTextResponse:
         """`/metrics`, in Prometheus' text format."""
         return PlainTextResponse(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _require_no_prefix(request: Request, fields: CommonFields, texts: Sequence[str]) -> None:
+    """Refuse a prefix, which would be left out: in a field, in a header, or named by the first words of a text."""
+    named = [split[0] for split in map(split_named, texts) if split is not None]
+    has_field = fields.keepsight is not None and fields.keepsight.prefix is not None
+    if has_field or PREFIX_HEADER in request.headers or any(map(ID.fullmatch, named)):
+        raise UserError(
+            "keepsight.prefix: this server has no prefixes, those of `keepsight prefix` are for vLLM's (vllm=true); "
+            "leave it out",
+            field="keepsight.prefix",
+            code="conflict",
+        )
 
 
 def _tenant_of(request: Request, fields: CommonFields) -> str:

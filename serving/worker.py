@@ -1,9 +1,10 @@
 """Reads prompts for an engine beside it: each is evicted from by one method and written as a prefix.
 
-It listens on a Unix socket. A connection sends one line, {"ids": [...], "salt": ...}, and gets one: {"id": ...,
-"entries": ..., "known": ...}, or {"error": ..., "status": ...} with an HTTP status and perhaps a "code". A connection
-is a lease: the prefix stays at least until it is closed, and a prompt that nobody waits for any more is read no
-further. Prompts are read one at a time, in order of arrival; those of the same tokens and salt share a prefix.
+It listens on a Unix socket. A connection sends one line, {"ids": [...], "salt": ..., "adapter": ..., "budget": ...},
+and gets one: {"id": ..., "entries": ..., "known": ...}, or {"error": ..., "status": ...} with an HTTP status and
+perhaps a "code" and a "field". A connection is a lease: the prefix stays at least until it is closed, and a prompt that
+nobody waits for any more is read no further. Prompts are read one at a time, in order of arrival; those of the same
+tokens, salt, adapter and budget share a prefix.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import json
 import logging
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,6 +26,7 @@ from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
+from keepsight.serving.choices import ADAPTER, Choice, chosen_by
 from keepsight.serving.export import export, placeholders_of
 from keepsight.serving.kept import KeptPrompts, Prompt
 from keepsight.serving.prefix import CONTEXT_EXCEEDED, alphabet_of, file_of, require_spellable
@@ -49,6 +52,7 @@ class Worker:
     Args:
         target: The model.
         method: The method that evicts.
+        adapters: Methods with other adapters, by the names that requests choose them by.
         root: The folder.
         page: Entries of a page where heads keep different numbers; 0 where all keep the same.
         waiting: Number of prompts that may wait; others are refused with 429.
@@ -62,6 +66,7 @@ class Worker:
         method: Evict,
         root: Path,
         *,
+        adapters: Mapping[str, Evict] | None = None,
         page: int,
         waiting: int,
         max_bytes: int = 2**31,
@@ -69,6 +74,7 @@ class Worker:
     ) -> None:
         self.target = target
         self.method = method
+        self.adapters = adapters or {}
         self.root = root
         self.page = page
         self.waiting = waiting
@@ -110,19 +116,32 @@ class Worker:
             writer.close()
 
     async def _answer(
-        self, ids: list[int], salt: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        ids: list[int],
+        salt: str,
+        choice: Choice,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         """Reply, and hold the prefix until the connection is closed."""
         refusal = self._token_refusal(ids)
         if refusal is not None:
             await _send(writer, refusal)
             return
-        is_repeated = self.kept.has(ids, salt)
+        try:
+            method = self._method(choice)
+        except UserError as error:
+            await _send(writer, {"error": one_line(error), "status": 400, "field": error.field})
+            return
+        choice = Choice(choice.adapter, method.budget)  # the same where a request names the server's own budget
+        is_repeated = self.kept.has(ids, salt, choice)
         refusal = None if is_repeated else self._queue_refusal()
         if refusal is not None:
             await _send(writer, refusal)
             return
-        with self.kept.lease(ids, salt, partial(self._read, ids=ids, salt=salt)) as prompt:
+        apart = json.dumps([salt, choice.adapter])
+        read = partial(self._read, ids=ids, apart=apart, method=method)
+        with self.kept.lease(ids, salt, choice, read) as prompt:
             assert prompt.reading is not None
             gone = asyncio.ensure_future(reader.read())
             try:
@@ -132,6 +151,13 @@ class Worker:
                     await gone
             finally:
                 gone.cancel()
+
+    def _method(self, choice: Choice) -> Evict:
+        """The method that a request chooses; `UserError` if there is none."""
+        method = self.method if choice.adapter is None else self.adapters.get(choice.adapter)
+        if method is None:
+            raise UserError(f"{ADAPTER}: there is no adapter {choice.adapter!r}", field=ADAPTER, code="unknown")
+        return chosen_by(choice, method)
 
     def _token_refusal(self, ids: list[Any]) -> dict[str, Any] | None:
         """The reply to a prompt whose tokens are none of the model's; else None."""
@@ -151,12 +177,14 @@ class Worker:
             return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
         return None
 
-    async def _read(self, prompt: Prompt, ids: list[int], salt: str) -> dict[str, Any]:
+    async def _read(self, prompt: Prompt, ids: list[int], apart: str, method: Evict) -> dict[str, Any]:
         """The reply, once the prompt's turn has come."""
         async with self._turn:
             if prompt.left.is_set() or self._closed.is_set():
                 return _SHUTTING_DOWN
-            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt, ids, salt)
+            reply = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self.read, prompt, ids, apart, method
+            )
             if prompt.left.is_set():  # at the last moment: nobody will use the file
                 prompt.remove()
                 return _SHUTTING_DOWN
@@ -164,8 +192,8 @@ class Worker:
         return reply
 
     @torch.no_grad()
-    def read(self, prompt: Prompt, ids: list[int], salt: str) -> dict[str, Any]:
-        """Write the prefix of a prompt's tokens."""
+    def read(self, prompt: Prompt, ids: list[int], apart: str, method: Evict) -> dict[str, Any]:
+        """Write the prefix of a prompt's tokens, by a method; `apart` is what sets it apart from equal ones."""
         model = self.target.model
 
         def stop_if_left(*_: Any) -> None:
@@ -173,9 +201,10 @@ class Worker:
                 raise Abandoned
 
         try:
-            self._require_room(len(ids))
+            self._require_room(method, len(ids))
+            require_spellable(min(method.budget_for(len(ids)), len(ids)), self.alphabet)
             with hooked((layer, stop_if_left) for layer in decoder_layers(model)):
-                state = self.method.start(model, torch.tensor([ids], device=model.device))
+                state = method.start(model, torch.tensor([ids], device=model.device))
             require_spellable(placeholders_of(state, self.page), self.alphabet)
         except Abandoned:
             return _SHUTTING_DOWN
@@ -186,40 +215,41 @@ class Worker:
         except Exception as error:  # such as a lack of memory: the next prompt may be shorter
             return _failed(ids, error)
         try:
-            # The salt sets apart what is shared with nobody else.
-            method = f"serve {salt}: {self.method!r}"
+            # Those of another salt or adapter are not shared, nor their files.
+            method_text = f"serve {apart}: {method!r}"
             compare = not self._is_compared  # a model that depends on positions otherwise does so for each prompt
-            digest, header = export(model, state, self.root, page=self.page, method=method, compare=compare)
+            digest, header = export(model, state, self.root, page=self.page, method=method_text, compare=compare)
             self._is_compared = True
             prompt.wrote(file_of(self.root, digest))
         except Exception as error:  # such as a full disk
             return _failed(ids, error)
         return {"id": digest, "entries": header.entries}
 
-    def _require_room(self, length: int) -> None:
+    def _require_room(self, method: Evict, length: int) -> None:
         """Refuse a prompt that the method cannot read; `TooLong` if it is a shorter one that it could."""
-        self.method.check(length, sys.maxsize)
+        method.check(length, sys.maxsize)
         is_too_long = length >= self.max_tokens  # one more token follows the prefix
         try:
-            self.method.check(length, self.context)
+            method.check(length, self.context)
         except UserError:
             is_too_long = True
         if is_too_long:
             raise TooLong(
                 f"This model's maximum context length is {self.max_tokens} tokens. However, your prompt has "
-                f"{length + 1} tokens, after which {type(self.method).__name__} may need room too. Please shorten the "
+                f"{length + 1} tokens, after which {type(method).__name__} may need room too. Please shorten the "
                 "prompt.",
                 field="prompt",
                 code="range",
             )
 
 
-async def _request_of(reader: asyncio.StreamReader) -> tuple[list[int], str] | None:
-    """The tokens and the salt of a request; None for a line that is none of the middleware's."""
+async def _request_of(reader: asyncio.StreamReader) -> tuple[list[int], str, Choice] | None:
+    """The tokens, the salt and the choice of a request; None for a line that is none of the middleware's."""
     line = await reader.readline()
     with suppress(ValueError, KeyError, TypeError):
         request = json.loads(line)
-        return request["ids"], str(request.get("salt") or "")
+        choice = Choice(request.get("adapter"), request.get("budget"))
+        return request["ids"], str(request.get("salt") or ""), choice
     return None
 
 

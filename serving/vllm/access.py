@@ -44,6 +44,12 @@ ORIGINS = "KEEPSIGHT_ORIGINS"
 vLLM's own default, which is any, is not taken: any page that somebody opens could then use a server without a key.
 """
 
+MAX_BUDGET = "KEEPSIGHT_MAX_BUDGET"
+"""The variable with the largest budget that a request may choose; the method's own if it is not set."""
+
+ADAPTERS = "KEEPSIGHT_ADAPTERS"
+"""The variable with the names of the worker's adapters that a request may choose, as JSON."""
+
 GRACE = "KEEPSIGHT_GRACE"
 """The variable with the seconds that running answers have from then on; unlimited if it is not set."""
 
@@ -89,7 +95,7 @@ def hosts_of(scope: Mapping[str, Any]) -> list[str]:
     """Names by which clients may call the server of a request, beside the local ones."""
     variable = os.environ.get(HOSTS)
     if variable:
-        return _list_in(HOSTS, variable)
+        return names_in(HOSTS, variable)
     if _keys_of(scope):
         return [ANY]
     return names_of(getattr(arguments_of(scope), "host", None) or "0.0.0.0")
@@ -99,12 +105,17 @@ def origins_of(scope: Mapping[str, Any]) -> list[str]:
     """Origins of web pages that may use the server of a request."""
     variable = os.environ.get(ORIGINS)
     if variable:
-        return _list_in(ORIGINS, variable)
+        return names_in(ORIGINS, variable)
     allowed = getattr(arguments_of(scope), "allowed_origins", None) or []
     return [] if allowed == [ANY] else allowed
 
 
-def _list_in(name: str, variable: str) -> list[str]:
+def names_in(name: str, variable: str) -> list[str]:
+    """The texts in the JSON of a variable of this name.
+
+    Raises:
+        UserError: it holds something else.
+    """
     try:
         values = json.loads(variable)
     except ValueError:

@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from keepsight.errors import one_line
+from keepsight.serving.choices import NO_CHOICES, Choice, Choices
 from keepsight.serving.kept import KeptPrompts, Prompt
 from keepsight.serving.prefix import (
     EVICT,
@@ -38,33 +39,44 @@ class EngineReader(Reader):
     Args:
         folder: Where the engine writes the prefixes; nobody else uses it.
         max_bytes: Size of the prefixes that are kept in case their prompts come again. Those in use may be more.
-        limits: See `Reader`.
+        budget: The budget of the engine's method.
+        limits, choices: See `Reader`.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, *limits: int) -> None:
-        super().__init__(*limits)
+    def __init__(
+        self, folder: Path, max_bytes: int, budget: int | float, *limits: int, choices: Choices = NO_CHOICES
+    ) -> None:
+        super().__init__(*limits, choices=choices)
         self.folder = folder
+        self.budget = budget
         self.kept = KeptPrompts(max_bytes)
 
     @override
     @asynccontextmanager
-    async def prefix(self, ids: list[int], salt: str, complete: Complete) -> AsyncIterator[tuple[str, int]]:
+    async def prefix(
+        self, ids: list[int], salt: str, choice: Choice, complete: Complete
+    ) -> AsyncIterator[tuple[str, int]]:
         start = time.perf_counter()
-        is_repeated = self.kept.has(ids, salt)
+        if choice.budget == self.budget:
+            choice = Choice()
+        is_repeated = self.kept.has(ids, salt, choice)
+        wanted = True if choice.budget is None else choice.budget
 
         async def read(prompt: Prompt) -> dict[str, Any]:
-            return await self._read(prompt, ids, salt, complete)
+            return await self._read(prompt, ids, salt, wanted, complete)
 
-        with self.kept.lease(ids, salt, read) as prompt:
+        with self.kept.lease(ids, salt, choice, read) as prompt:
             assert prompt.reading is not None
             reply = await asyncio.shield(prompt.reading)  # another request may wait for it too
             yield self._count(reply, len(ids), time.perf_counter() - start, is_repeated)
 
-    async def _read(self, prompt: Prompt, ids: list[int], salt: str, complete: Complete) -> dict[str, Any]:
-        """The reply: where the engine has put the prefix, or why there is none."""
+    async def _read(
+        self, prompt: Prompt, ids: list[int], salt: str, wanted: bool | int | float, complete: Complete
+    ) -> dict[str, Any]:
+        """The reply: where the engine has put the prefix, or why there is none; `wanted` is True or a budget."""
         body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 0}
         # No other prefix has this name, so that nobody else's file is removed with it.
-        body["kv_transfer_params"] = {EVICT: True, PLAIN_NAME: uuid.uuid4().hex}
+        body["kv_transfer_params"] = {EVICT: wanted, PLAIN_NAME: uuid.uuid4().hex}
         if salt:
             body["cache_salt"] = salt
         try:

@@ -3,14 +3,17 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
     KEEPSIGHT_ROOT=prefixes KEEPSIGHT_MODEL=MODEL python -m vllm.entrypoints.openai.api_server --model MODEL ... \
         --middleware keepsight.serving.vllm.middleware.Prefixes
 
-A chat message that begins with `[[keepsight:ID]]` stands for the document; the text after it, also in further text
-parts, is read after the prefix. An id elsewhere in a message is refused: nothing would be read in its place.
-In completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. A request that cannot
-be answered rightly is refused with HTTP 4xx and one line. Endpoints that `keepsight.serving.vllm.access` does not list
-are closed: they would read placeholders unchecked. With an API key, every endpoint but `/health` needs it.
+A chat message, of the user or the system, that begins with `[[keepsight:ID]]` stands for the document; the text after
+it, also in further text parts, is read after the prefix. Elsewhere such words are text. A request may name the prefix
+beside its messages, too: in the header `Keepsight-Prefix`, or as {"keepsight": {"prefix": ID}}. Then the document
+stands before the first message of the user, and all messages are text. In completions, `prompt` is a text that begins
+so, or token ids that begin with the placeholders. A request that cannot be answered rightly is refused with HTTP 4xx
+and one line. Endpoints that `keepsight.serving.vllm.access` does not list are closed: they would read placeholders
+unchecked. With an API key, every endpoint but `/health` needs it.
 
 Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
-are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both.
+are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both. By
+{"keepsight": {"budget": B, "adapter": NAME}} a request chooses how many, and by which adapter.
 
 Where the engine evicts (`keepsight.serving.vllm.record`) and has a folder for plain requests, it reads such
 prompts itself: a first request makes the prefix, and the client's own is answered from it.
@@ -25,7 +28,6 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AsyncExitStack
@@ -43,12 +45,16 @@ from keepsight.files import read_bytes
 from keepsight.models.chat import template_roles
 from keepsight.models.identity import Identity
 from keepsight.models.targets import fingerprints
+from keepsight.serving.choices import BUDGET, Choice, Choices
 from keepsight.serving.guard import Guard
 from keepsight.serving.inside import PlainEviction, plain_eviction
 from keepsight.serving.prefix import (
+    CONTEXT_EXCEEDED,
     EVICT,
     MARK,
     PLAIN_NAME,
+    PREFIX_HEADER,
+    PREFIX_ROLES,
     TEXT_BEFORE,
     Header,
     PrefixStore,
@@ -56,18 +62,24 @@ from keepsight.serving.prefix import (
     digest_in,
     letters_of_id,
     placeholders,
+    require_spellable,
     split_at_mark,
+    split_named,
 )
+from keepsight.serving.requests import KeepsightFields, keepsight_fields
 from keepsight.serving.vllm.access import (
+    ADAPTERS,
     CHAT,
     COMPLETIONS,
     GRACE,
+    MAX_BUDGET,
     PATHS,
     has_key,
     hosts_of,
     is_listed,
     is_preflight,
     is_stopping,
+    names_in,
     needs_key,
     origins_of,
     path_of,
@@ -81,14 +93,13 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 logger = logging.getLogger("vllm.keepsight")
 
-NAMED = re.compile(r"\s*\[\[keepsight:([^\]]*)\]\]")
-ALIKE = re.compile(r"\[\[\s*keepsight\s*:\s*[0-9a-f]{32}\s*\]\]", re.IGNORECASE)
-"""Text that somebody meant as the name of a prefix."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 """Options that read or cut the prompt's own tokens, which placeholders are not."""
 TEMPLATE = ("chat_template", "documents", "reasoning_effort")
 """Options by which vLLM renders messages otherwise than the model's own template does."""
+PREFIX = "keepsight.prefix"
+"""The field of a request that names a prefix beside its prompt."""
 SHUTTING_DOWN = "keepsight: the server is shutting down"
 _TOKENIZED = (
     "model",
@@ -104,6 +115,10 @@ _LOOK = 0.5
 """Seconds between two looks whether the server must stop."""
 _LOOK_CLIENT = 0.05
 """Seconds between two looks whether anybody waits for a prompt that the engine reads."""
+_PATIENCE = 10.0
+"""Seconds after which a stream is opened whose prompt is still being read: before, errors have their own status."""
+_PING = 15.0
+"""Seconds after which it gets another empty line, since proxies close silent connections after 60."""
 MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
 
 
@@ -164,9 +179,24 @@ class Rewriter:
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or model)
         self.alphabet = alphabet_of(self.tokenizer)
         self.weights = weights
+        self.context = _number("KEEPSIGHT_CONTEXT")
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
 
-    def rewritten(self, path: str, request: Any, served: Served = Served()) -> Any:
+    def require_fitting(self, characters: int) -> None:
+        """Refuse a text of so many characters that no prompt holds them, before it is tokenized."""
+        if characters > self.context * self.longest_token:
+            raise Refused(
+                400,
+                f"This model's maximum context length is {self.context} tokens. However, your prompt has {characters} "
+                "characters, more than so many tokens hold. Please shorten it.",
+                CONTEXT_EXCEEDED,
+                "prompt",
+            )
+
+    def rewritten(self, path: str, request: Any, served: Served = Served(), prefix: str | None = None) -> Any:
         """The request that vLLM receives: unchanged if it names no prefix, or spells it in placeholders.
+
+        `prefix` is the id of one that the request names beside its prompt.
 
         Raises:
             UserError: the request is refused; the client gets the message.
@@ -181,16 +211,10 @@ class Rewriter:
                 field="kv_transfer_params",
                 code="conflict",
             )
-        if request.get("keepsight"):
-            raise UserError(
-                "keepsight: the field keepsight is for keepsight's own server; leave it out",
-                field="keepsight",
-                code="conflict",
-            )
         try:
             if path == CHAT:
-                return self._chat(request, served)
-            return self._completion(request, served)
+                return self._chat(request, served, prefix)
+            return self._completion(request, served, prefix)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
@@ -198,26 +222,19 @@ class Rewriter:
                 f"keepsight: the request cannot be read: {one_line(error)}", field="", code="type"
             ) from None
 
-    def _chat(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
+    def _chat(self, request: dict[str, Any], served: Served, prefix: str | None) -> dict[str, Any]:
         messages: Any = request.get("messages")
         if isinstance(messages, list):
             self._check_roles(messages, request, served)
         if _wants_eviction(request):
+            _require_no_prefix(prefix)
             return self._document(request, messages)
 
-        texts = []
-        if isinstance(messages, list):
-            texts = [_text_of(message) for message in messages]
-        naming = [index for index, text in enumerate(texts) if NAMED.match(text)]
-        _require_named_first(texts)
         params = request.get("kv_transfer_params") or {}
-        if not naming:
-            self._prompt(params.get("prompt_token_ids"), request, served)
+        named = _named_by(messages, prefix)
+        if named is None:
+            self._prompt(params.get("prompt_token_ids"), request, served, None)
             return request
-        if len(naming) > 1:
-            raise UserError(
-                "keepsight: a request reads one prefix; name it in one message", field="messages", code="conflict"
-            )
         if not all(map(_is_text, messages)):
             raise UserError(
                 "keepsight: a request with a prefix reads text alone; leave out images and other parts",
@@ -225,9 +242,8 @@ class Rewriter:
                 code="conflict",
             )
 
-        naming_turn = naming[0]
+        naming_turn, digest, question = named
         turns = [_as_text(message) for message in messages]
-        digest, question = _split(turns[naming_turn]["content"])
         later_texts = [turn["content"] for turn in turns[naming_turn + 1 :]]
         if not any(text and text.strip() for text in (question, *later_texts)):
             raise UserError(
@@ -267,7 +283,7 @@ class Rewriter:
         text = ""
         if isinstance(messages, list) and messages and _is_text(messages[-1]):
             text = _text_of(messages[-1])
-        if not text.strip() or NAMED.match(text):
+        if not text.strip() or split_named(text) is not None:
             raise UserError(
                 f"keepsight: {EVICT} needs the document as the text of the last message", field="messages", code="type"
             )
@@ -313,27 +329,29 @@ class Rewriter:
             )
         return before_and_after
 
-    def _completion(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
+    def _completion(self, request: dict[str, Any], served: Served, prefix: str | None) -> dict[str, Any]:
         prompt = request.get("prompt")
+        wants_eviction = _wants_eviction(request)  # refuses what cannot be answered
+        if wants_eviction:
+            _require_no_prefix(prefix)
         if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
-            _wants_eviction(request)  # refuses what cannot be answered
-            rewritten = self._prompt(prompt, request, served)
+            rewritten = self._prompt(prompt, request, served, prefix)
             return request if rewritten is prompt else request | {"prompt": rewritten}
 
-        if _wants_eviction(request) and len(prompt) > 1:
+        if wants_eviction and len(prompt) > 1:
             raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt", field="prompt", code="range")
-        prompts = [self._prompt(text_or_ids, request, served) for text_or_ids in prompt]
+        prompts = [self._prompt(text_or_ids, request, served, prefix) for text_or_ids in prompt]
         if all(after is before for after, before in zip(prompts, prompt, strict=True)):
             return request
         return request | {"prompt": prompts}
 
-    def _prompt(self, prompt: Any, request: Mapping[str, Any], served: Served) -> Any:
+    def _prompt(self, prompt: Any, request: Mapping[str, Any], served: Served, prefix: str | None) -> Any:
         """The prompt that vLLM receives, a text or token ids; the same object if it is unchanged."""
         if isinstance(prompt, str):
-            _require_named_first([prompt])
-            if not NAMED.match(prompt):
+            named = split_named(prompt) if prefix is None else (prefix, prompt)
+            if named is None:
                 return prompt
-            digest, question = _split(prompt)
+            digest, question = named
             if not question.strip():
                 raise UserError(
                     "keepsight: no question follows the prefix; add it to the prompt", field="prompt", code="missing"
@@ -342,6 +360,9 @@ class Rewriter:
             return placeholders(digest, header.entries, self.alphabet) + self._tokens(question)
         if not isinstance(prompt, list):
             return prompt
+        if prefix is not None:
+            self.require_spelled_first(prompt)
+            prompt = placeholders(prefix, self._header(prefix, request, served).entries, self.alphabet) + prompt
 
         entries = 0
         spelled = digest_in(prompt, self.alphabet)
@@ -409,6 +430,7 @@ class Rewriter:
         return header
 
     def _tokens(self, text: str) -> list[int]:
+        self.require_fitting(len(text))
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise UserError(
@@ -460,18 +482,53 @@ def require_no_bypass(request: Mapping[str, Any]) -> None:
         )
 
 
-def _require_named_first(texts: list[str]) -> None:
-    """Refuse names of prefixes that would be read as text."""
-    for text in texts:
-        named = NAMED.match(text)
-        start = named.end() if named else 0
-        if ALIKE.search(text, start):
-            raise UserError(
-                "keepsight: a prefix is named within a text, where it would not be read; begin one message with it, as "
-                "[[keepsight:ID]]",
-                field="messages",
-                code="conflict",
-            )
+def _named_by(messages: Any, prefix: str | None) -> tuple[int, str, str] | None:
+    """The index of the message before which a prefix is read, its id, and the message's text; None for no prefix.
+
+    `prefix` is one that the request names beside its messages.
+    """
+    if prefix is not None:
+        if not isinstance(messages, list) or not messages:
+            raise UserError("keepsight: no message follows the prefix; add one", field="messages", code="missing")
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        index = roles.index("user") if "user" in roles else 0
+        return index, prefix, _text_of(messages[index])
+
+    named = []
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict) and message.get("role") in PREFIX_ROLES:
+            split = split_named(_text_of(message))
+            if split is not None:
+                named.append((index, *split))
+    if len(named) > 1:
+        raise UserError(
+            "keepsight: a request reads one prefix; name it in one message", field="messages", code="conflict"
+        )
+    return named[0] if named else None
+
+
+def _require_no_prefix(prefix: str | None) -> None:
+    """Refuse a prefix before a document that is to be one."""
+    if prefix is not None:
+        raise UserError(
+            f"keepsight.prefix: {EVICT} makes a prefix; leave one of them out", field=PREFIX, code="conflict"
+        )
+
+
+def _fields_of(request: Any, scope: Message) -> KeepsightFields:
+    """What a request asks of keepsight in its field `keepsight` and its headers.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    fields = keepsight_fields(request.get("keepsight") if isinstance(request, dict) else None)
+    sent = Request(scope).headers.getlist(PREFIX_HEADER)
+    if not sent:
+        return fields
+    prefixes = {*sent} if fields.prefix is None else {*sent, fields.prefix}
+    if len(prefixes) > 1:
+        raise UserError("keepsight.prefix: a request reads one prefix; name it once", field=PREFIX, code="conflict")
+    return fields.model_copy(update={"prefix": sent[0]})
 
 
 def _is_text(message: Any) -> bool:
@@ -506,18 +563,27 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _split(text: str) -> tuple[str, str]:
-    """The prefix's id, and what follows it."""
-    named = NAMED.match(text)
-    assert named is not None
-    return named[1], text[named.end() :]
-
-
 def _variable(name: str, meaning: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise UserError(f"{name} is not set; give {name}={meaning}", field=name, code="missing")
     return value
+
+
+def _largest_budget(own: int | float | None) -> int | float | None:
+    """The largest budget of requests to a server whose own is `own`."""
+    variable = os.environ.get(MAX_BUDGET)
+    if not variable:
+        return own
+    try:
+        fields = keepsight_fields({"budget": json.loads(variable)})
+    except ValueError:
+        raise UserError(
+            f"{MAX_BUDGET}={variable}: must be a number of entries, or a ratio such as 0.1",
+            field=MAX_BUDGET,
+            code="type",
+        ) from None
+    return fields.choice.budget
 
 
 def _number(name: str) -> int:
@@ -562,7 +628,9 @@ class Prefixes:
             socket = os.environ.get("KEEPSIGHT_WORKER")
             if socket:
                 least = int(_variable("KEEPSIGHT_LEAST", "TOKENS"))
-                reader = WorkerReader(socket, least, _number("KEEPSIGHT_CONTEXT"), _number("KEEPSIGHT_ANSWER"))
+                limits = (least, _number("KEEPSIGHT_CONTEXT"), _number("KEEPSIGHT_ANSWER"))
+                adapters = names_in(ADAPTERS, os.environ.get(ADAPTERS) or "[]")
+                reader = WorkerReader(socket, *limits, choices=Choices(_largest_budget(None), adapters))
         self.app = app
         self.rewriter = rewriter
         self.reader = reader
@@ -586,41 +654,51 @@ class Prefixes:
         elif is_stopping():
             await _refuse(send, 503, SHUTTING_DOWN)
         else:
+            reply = _Awaited(send)
             try:
                 body = await _body_of(receive)
                 if body is not None:
-                    await self._answer(path_of(scope), body, scope, receive, send)
+                    await self._answer(path_of(scope), body, scope, receive, reply)
             except Refused as error:
-                await _refuse(send, error.status, one_line(error, 2000), error.openai_code, error.field)
+                await _refuse(reply.send, error.status, one_line(error, 2000), error.openai_code, error.field)
             except UserError as error:
-                await _refuse(send, 400, one_line(error, 2000), field=error.field)
+                await _refuse(reply.send, 400, one_line(error, 2000), field=error.field)
 
-    async def _answer(self, path: str, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
+    async def _answer(self, path: str, body: bytes, scope: Message, receive: Receive, reply: "_Awaited") -> None:
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
             request = None  # vLLM itself says what is wrong with it
 
         served = served_by(scope)
-        changed = self.rewriter.rewritten(path, request, served)
+        fields = _fields_of(request, scope)
+        choice = fields.choice
+        reply.is_stream = isinstance(request, dict) and request.get("stream") is True
+        plain = request
+        if isinstance(request, dict) and "keepsight" in request:  # vLLM does not know it
+            plain = {name: value for name, value in request.items() if name != "keepsight"}
+        changed = self.rewriter.rewritten(path, plain, served, fields.prefix)
         if self.reader is None and served.eviction is not None:
             self.reader = self._engine_reader(served.eviction)
-        may_be_long = self._may_read(body, request, served)
+        may_be_long = self._may_read(body, plain, served, choice)
+        if choice.field and isinstance(plain, dict):
+            self._check_evicted_from(choice, plain, served, names_prefix=changed is not plain)
         async with AsyncExitStack() as used_prefixes:
-            if changed is request and isinstance(request, dict) and (may_be_long or bypasses(request)):
-                ids = await _unless_gone(self._prompt_ids(path, request, scope), receive)
+            if changed is plain and isinstance(plain, dict) and (may_be_long or bypasses(plain)):
+                ids = await _unless_gone(self._prompt_ids(path, plain, scope), receive, reply)
                 if ids is None:
                     return
                 if isinstance(ids, _Reply):
-                    await ids.send(send)
+                    await ids.send(reply.send)
                     return
-                shortened = self._shortened(path, request, ids, self._completing(request, scope), used_prefixes)
-                changed = await _unless_gone(shortened, receive)
+                complete = self._completing(plain, scope)
+                shortened = self._shortened(path, plain, ids, choice, complete, used_prefixes)
+                changed = await _unless_gone(shortened, receive, reply)
                 if changed is None:
                     return
             if changed is not request:
                 body = json.dumps(changed).encode()
-            await self._answered(_at(scope, len(body)), _again(body, receive), send)
+            await self._answered(_at(scope, len(body)), _again(body, receive), reply.send)
 
     async def _answered(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let vLLM answer; what has not ended when the server must stop ends with an error."""
@@ -639,21 +717,43 @@ class Prefixes:
                 running.cancel()
                 await answer.end()
 
-    def _may_read(self, body: bytes, request: Any, served: Served) -> bool:
+    def _may_read(self, body: bytes, request: Any, served: Served, choice: Choice) -> bool:
         """Whether a request may have a long prompt that is read first: with the base model, and a valid salt.
 
-        The client itself names the prefix of a prompt that it wants to be evicted from.
+        The client itself names the prefix of a prompt that it wants to be evicted from. What a request chooses is
+        checked however short its prompt is.
         """
         if self.reader is None or not isinstance(request, dict) or _wants_eviction(request):
             return False
         is_base = not served.is_lora(request.get("model"))
         salt = request.get("cache_salt")
         is_valid = salt is None or (isinstance(salt, str) and salt != "")
-        return is_base and is_valid and len(body) >= self.reader.least  # a token takes at least one byte
+        may_be_long = choice.field != "" or len(body) >= self.reader.least  # a token takes at least one byte
+        return is_base and is_valid and may_be_long
+
+    def _check_evicted_from(
+        self, choice: Choice, request: Mapping[str, Any], served: Served, *, names_prefix: bool
+    ) -> None:
+        """Refuse a choice for a prompt that this server does not evict from, however long it is."""
+        why = ""
+        if _wants_eviction(request):
+            why = f"the prefix to be made has the budget in {EVICT}"
+        elif names_prefix:
+            why = "the prefix was evicted from when it was made"
+        elif self.reader is None:
+            why = "this server evicts from no plain request"
+        elif served.is_lora(request.get("model")):
+            why = "prompts for a LoRA are not evicted from"
+        if why:
+            raise UserError(f"{choice.field}: {why}; leave it out", field=choice.field, code="conflict")
 
     async def _prompt_ids(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
         """Token ids of each prompt of a request, as vLLM makes them; or vLLM's reply that refuses them."""
         prompts = _chat_prompts(request) if path == CHAT else _completion_prompts(request)
+        for prompt in prompts:
+            if isinstance(prompt, dict):
+                texts = [prompt["prompt"]] if "prompt" in prompt else map(_text_of, prompt["messages"])
+                self.rewriter.require_fitting(sum(map(len, texts)))
         all_ids: list[list[int]] = []
         for prompt in prompts:
             ids = prompt
@@ -673,9 +773,11 @@ class Prefixes:
         return EngineReader(
             eviction.folder,
             read_bytes(os.environ.get("KEEPSIGHT_PREFIX_BYTES") or "2GiB"),
+            eviction.budget,
             int(os.environ.get("KEEPSIGHT_LEAST") or least),
             min(eviction.context, _number("KEEPSIGHT_CONTEXT")),
             _number("KEEPSIGHT_ANSWER"),
+            choices=Choices(_largest_budget(eviction.budget)),
         )
 
     def _completing(self, request: Mapping[str, Any], scope: Message) -> Complete:
@@ -693,22 +795,31 @@ class Prefixes:
         path: str,
         request: dict[str, Any],
         prompts: list[list[int]],
+        choice: Choice,
         complete: Complete,
         used_prefixes: AsyncExitStack,
     ) -> dict[str, Any]:
         """The request with placeholders and the last token for each long prompt; prefixes are kept while it runs."""
+        letters = letters_of_id(len(self.rewriter.alphabet))
         plain = []  # indices of the prompts that spell no prefix
         for index, ids in enumerate(prompts):
             if digest_in(ids, self.rewriter.alphabet) is None:
                 plain.append(index)
         if len(plain) < len(prompts):
             require_no_bypass(request)  # also where they were spelled as text
+            if choice.field:
+                self._check_evicted_from(choice, request, Served(), names_prefix=True)
         for index in plain:
             self.rewriter.require_spelled_first(prompts[index])
 
         if self.reader is None:
             return request
-        long = [index for index in plain if len(prompts[index]) >= self.reader.least]
+        long = []
+        for index in plain:
+            self.reader.choices.check(choice, len(prompts[index]))
+            self._require_spellable(choice)
+            if self.reader.evicts(len(prompts[index]), choice, letters):
+                long.append(index)
         if not long:
             return request
         require_no_bypass(request)
@@ -722,7 +833,7 @@ class Prefixes:
             longest = self.reader.longest_answer(len(ids), answer_tokens)
             if path == CHAT and longest is not None:
                 request = request | {"max_completion_tokens": longest}
-            prefix = self.reader.prefix(ids[:-1], request.get("cache_salt") or "", complete)
+            prefix = self.reader.prefix(ids[:-1], request.get("cache_salt") or "", choice, complete)
             digest, entries = await used_prefixes.enter_async_context(prefix)
             shortened[index] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[-1]]
 
@@ -732,6 +843,15 @@ class Prefixes:
         if len(shortened) == 1:
             return request | {"prompt": shortened[0]}
         return request | {"prompt": shortened}
+
+    def _require_spellable(self, choice: Choice) -> None:
+        """Refuse a budget of so few entries that they cannot encode an id."""
+        if not isinstance(choice.budget, int):
+            return  # a ratio depends on the prompt
+        try:
+            require_spellable(choice.budget, self.rewriter.alphabet)
+        except UserError as error:
+            raise UserError(f"{BUDGET}: {error}", field=BUDGET, code="range") from None
 
 
 def _completion_prompts(request: Mapping[str, Any]) -> list[Any]:
@@ -803,8 +923,53 @@ class _Answer:
             await _refuse(self._send, 503, SHUTTING_DOWN)
         elif self._streamed:
             error = {"message": SHUTTING_DOWN, "type": "server_error", "param": None, "code": 503}
-            events = f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n"
-            await self._send({"type": "http.response.body", "body": events.encode(), "more_body": False})
+            await self._send(_last_events(json.dumps({"error": error})))
+
+
+class _Awaited:
+    """A reply, whose stream is opened while its prompt is still read, lest a proxy takes it for dead.
+
+    From then on an error is an event.
+
+    Attributes:
+        is_stream: Whether the answer is streamed.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_stream = False
+        self._is_open = False
+        self._status = 200
+        self._error = b""
+
+    async def ping(self) -> None:
+        """Send an empty line, which is no event, on a stream."""
+        if not self.is_stream:
+            return
+        if not self._is_open:
+            self._is_open = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"\n", "more_body": True})
+
+    async def send(self, message: Message) -> None:
+        """Pass on a message of the reply."""
+        if not self._is_open:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif self._status == 200:
+            await self._send(message)
+        else:
+            self._error += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send(_last_events(json.dumps(json.loads(self._error))))
+
+
+def _last_events(error: str) -> Message:
+    """The message that ends a stream with an error, in JSON."""
+    events = f"data: {error}\n\ndata: [DONE]\n\n"
+    return {"type": "http.response.body", "body": events.encode(), "more_body": False}
 
 
 class _Reply:
@@ -856,12 +1021,17 @@ def _until(must_end: Callable[[], bool]) -> Receive:
     return channel
 
 
-async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
-    """The result; None, and the work is cancelled, once the client has left."""
+async def _unless_gone(work: Awaitable[Any], receive: Receive, reply: _Awaited) -> Any:
+    """The result; None, and the work is cancelled, once the client has left. Meanwhile the reply's stream is kept."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
+    patience = _PATIENCE
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        while not (task.done() or gone.done()):
+            done, _ = await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                await reply.ping()
+                patience = _PING
         return task.result() if task.done() else None
     finally:
         task.cancel()

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.serving.choices import NO_CHOICES, Choice, Choices, entries_of
+from keepsight.serving.inside import shortest_evicted
 from keepsight.serving.prefix import CONTEXT_EXCEEDED
 
 Complete: TypeAlias = Callable[[dict[str, Any], Callable[[], bool]], Awaitable[tuple[int, Any]]]
@@ -52,10 +54,11 @@ class Refused(UserError):
         status: HTTP status.
         message: One line.
         openai_code: OpenAI's code of the error; None for the status.
+        field: The field of the request that it is about.
     """
 
-    def __init__(self, status: int, message: str, openai_code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, openai_code: str | None = None, field: str = "") -> None:
+        super().__init__(message, field=field)
         self.status = status
         self.openai_code = openai_code
 
@@ -67,13 +70,33 @@ class Reader(ABC):
         least: Number of tokens of the shortest prompts that are read.
         context: The model's context, into which a prompt and its answer must fit.
         answer_tokens: Length of an answer whose request names none.
+        choices: What requests may choose.
     """
 
-    def __init__(self, least: int, context: int = sys.maxsize, answer_tokens: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        least: int,
+        context: int = sys.maxsize,
+        answer_tokens: int = sys.maxsize,
+        *,
+        choices: Choices = NO_CHOICES,
+    ) -> None:
         self.least = least
         self.context = context
         self.answer_tokens = answer_tokens
+        self.choices = choices
         self._metrics = metrics()
+
+    def evicts(self, tokens: int, choice: Choice, letters: int) -> bool:
+        """Whether a prompt of so many tokens is evicted from, all of it but the last; vLLM alone reads shorter ones.
+
+        By a budget of its own, twice that budget is enough where the server's is larger; `letters` entries encode a
+        prefix's id.
+        """
+        if choice.budget is None:
+            return tokens >= self.least
+        least = min(self.least, shortest_evicted(choice.budget, letters))
+        return tokens >= least and entries_of(choice.budget, tokens - 1) < tokens - 1
 
     def longest_answer(self, tokens: int, wanted: Any) -> int | None:
         """The length that a prompt of so many tokens leaves for its answer; None if it need not be set.
@@ -99,10 +122,12 @@ class Reader(ABC):
         return None
 
     @abstractmethod
-    def prefix(self, ids: list[int], salt: str, complete: Complete) -> AbstractAsyncContextManager[tuple[str, int]]:
+    def prefix(
+        self, ids: list[int], salt: str, choice: Choice, complete: Complete
+    ) -> AbstractAsyncContextManager[tuple[str, int]]:
         """The digest and the entries of a prompt's prefix, whose file stays at least as long as this is open.
 
-        Requests share the prefix of a prompt unless their `salt` differs; `complete` asks the engine.
+        Requests share the prefix of a prompt unless their `salt` or `choice` differs; `complete` asks the engine.
 
         Raises:
             Refused: the prompt is refused, or nobody reads it.
@@ -112,7 +137,7 @@ class Reader(ABC):
         """The digest and the entries of a reply, which is counted; `Refused` for an error."""
         if "error" in reply:
             self._metrics.refused.labels(str(reply["status"])).inc()
-            raise Refused(reply["status"], reply["error"], reply.get("code"))
+            raise Refused(reply["status"], reply["error"], reply.get("code"), reply.get("field", ""))
         if is_repeated:
             self._metrics.prompts.labels("known").inc()
         else:
@@ -128,22 +153,25 @@ class WorkerReader(Reader):
 
     Args:
         socket: The path of the socket.
-        limits: See `Reader`.
+        limits, choices: See `Reader`.
     """
 
-    def __init__(self, socket: str, *limits: int) -> None:
-        super().__init__(*limits)
+    def __init__(self, socket: str, *limits: int, choices: Choices = NO_CHOICES) -> None:
+        super().__init__(*limits, choices=choices)
         self.socket = socket
 
     @override
     @asynccontextmanager
-    async def prefix(self, ids: list[int], salt: str, complete: Complete) -> AsyncIterator[tuple[str, int]]:
+    async def prefix(
+        self, ids: list[int], salt: str, choice: Choice, complete: Complete
+    ) -> AsyncIterator[tuple[str, int]]:
+        line = {"ids": ids, "salt": salt, "adapter": choice.adapter, "budget": choice.budget}
         start = time.perf_counter()
         async with AsyncExitStack() as open_connection:
             try:
                 reader, writer = await asyncio.open_unix_connection(self.socket)
                 open_connection.callback(writer.close)
-                writer.write(json.dumps({"ids": ids, "salt": salt}).encode() + b"\n")
+                writer.write(json.dumps(line).encode() + b"\n")
                 await writer.drain()
                 reply = json.loads(await reader.readline())
             except (OSError, ValueError):

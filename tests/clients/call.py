@@ -2,7 +2,8 @@
 
     python call.py CLIENT URL FOLDER < CASES
 
-CASES is {"prompt": TEXT, "tool": TOOL}. Prints a JSON list of {"name", "arguments"}, the calls of each answer.
+CASES is {"prompt": TEXT, "tool": TOOL, "extra": FIELDS}, FIELDS being further ones of the request. Prints a JSON list
+of {"name", "arguments"}, the calls of each answer.
 """
 
 import json
@@ -23,6 +24,7 @@ def with_openai(url, cases, folder):
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     options = {"model": MODEL, "messages": chat(cases["prompt"]), "tools": [cases["tool"]], "max_tokens": 200}
+    options["extra_body"] = cases["extra"]
     reply = client.chat.completions.create(**options)
     assert reply.choices[0].finish_reason == "tool_calls"
     found = [
@@ -42,6 +44,7 @@ def with_litellm(url, cases, folder):
     import litellm
 
     options = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": KEY, "max_tokens": 200, "num_retries": 0}
+    options["extra_body"] = cases["extra"]
     reply = litellm.completion(messages=chat(cases["prompt"]), tools=[cases["tool"]], **options)
     chunks = list(litellm.completion(messages=chat(cases["prompt"]), tools=[cases["tool"]], stream=True, **options))
     joined = litellm.stream_chunk_builder(chunks, messages=chat(cases["prompt"]))
@@ -55,7 +58,8 @@ def with_litellm(url, cases, folder):
 def with_langchain(url, cases, folder):
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=KEY, max_retries=0, max_tokens=200)
+    options = {"base_url": f"{url}/v1", "api_key": KEY, "max_retries": 0, "extra_body": cases["extra"]}
+    model = ChatOpenAI(model=MODEL, max_tokens=200, **options)
     bound = model.bind_tools([cases["tool"]])
     whole = bound.invoke(cases["prompt"])
     streamed = None

@@ -6,7 +6,7 @@ The server at URL needs the key `any`; that at OPEN_URL, which may be empty, nee
 "long": TEXT of several pages, "too_long": TEXT beyond the context, "too_large": TEXT beyond the largest body,
 "tokens": N, "patience": SECONDS}. Prints a JSON list of {"what", "error", "status", "text"}; `error` is the class of
 the client's exception, empty for an answer. `deploy` in place of a client prints `running` once an answer runs and
-others wait, and then waits for the server's end.
+others wait, "queue": [TEXT, ...] of CASES among them, and then waits for the server's end.
 """
 
 import asyncio
@@ -141,9 +141,15 @@ def until_the_end(url, open_url, cases):
             asked = options | {"prompt": cases["short"], "max_tokens": 8, "stream": True}
             return "".join([chunk.choices[0].text async for chunk in await client.completions.create(**asked)])
 
+        async def queued(prompt):
+            reply = await client.completions.create(prompt=prompt, max_tokens=2, **options)
+            return reply.choices[0].finish_reason
+
         calls = {"running": asyncio.ensure_future(running())}
         await started.wait()
         calls |= {"whole": asyncio.ensure_future(whole()), "stream": asyncio.ensure_future(stream())}
+        for number, prompt in enumerate(cases.get("queue", ())):
+            calls[f"queued {number}"] = asyncio.ensure_future(queued(prompt))
         await asyncio.sleep(cases["patience"])
         print("running", flush=True)
         results = await asyncio.gather(*calls.values(), return_exceptions=True)

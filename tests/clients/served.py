@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from keepsight.runtime.generate import generate
 from keepsight.serving.engine import Engine
 from tests.package_files import ROOT
 from tests.serving.loopback import METHOD
+from tests.serving.vllm.stock import free_port, process
 
 TOKENS = 12
 VLLM_BUDGET = 96
@@ -26,11 +29,12 @@ QUICK = pytest.mark.slow
 
 @dataclass
 class Served:
-    """A server of the model `tiny`; its engine where that is in this process."""
+    """A server of the model `tiny`; its engine where that is in this process, else its process."""
 
     url: str
     target: Target
     engine: Engine | None = None
+    process: "subprocess.Popen[bytes] | None" = None
     _answers: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     def expected(self, kind: str, prompt: str, tokens: int = TOKENS) -> str:
@@ -58,6 +62,26 @@ class Served:
             answer = generate(model, ids[:, -1:], state.unrecorded(), **options)
         text: str = tokenizer.decode(answer[0], skip_special_tokens=True)
         return text
+
+
+@contextmanager
+def starting_beside_vllm(target: Target, folder: Path, log: Path) -> Iterator[Served]:
+    """Our server beside vLLM's, whose parser reads the calls of tools."""
+    python = python_of("VLLM_VENV", ".venv-vllm", "make setup-vllm")
+    port = free_port()
+    command = [python, "-m", "keepsight", "serve", f"model.id={folder}", "model.device=cpu", "model.dtype=float32"]
+    command += ["method=snapkv", f"budget={VLLM_BUDGET}", "options={window: 8}", "vllm=true", f"port={port}"]
+    command += ["name=tiny", "max_new_tokens=2000", "max_bytes=65536"]
+    options = "kv_cache_memory_bytes: 134217728, enable_auto_tool_choice: true, tool_call_parser: hermes"
+    command += [f"vllm_options={{{options}}}"]
+    environment = {
+        "KEEPSIGHT_API_KEY": "any",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    with process(f"http://127.0.0.1:{port}", log, *command, **environment) as server:
+        yield Served(server.url, target, process=server.process)
 
 
 def python_of(variable: str, default: str, command: str) -> str:

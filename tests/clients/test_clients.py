@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from keepsight.models.targets import Target
@@ -134,6 +135,35 @@ class Mixed:
         self.leaves_after = dice.choice([None, dice.randint(1, 9)])  # lines
         self.is_greedy = is_greedy and self.body.get("n") != 0
 
+    def status(self, served: Served) -> int:
+        """What it gets: vLLM gives no two greedy answers."""
+        is_refused = self.body.get("n") == 0 or (
+            served.engine is None and self.body.get("n") == 2 and self.body["temperature"] == 0
+        )
+        return 400 if is_refused else 200
+
+    def ask(self, client: httpx.Client, served: Served) -> list[str] | None:
+        """The texts of the answers; None where they are not those of `generate`."""
+        address = served.url + self.path
+        headers = {"authorization": "Bearer any"}
+        expected_status = self.status(served)
+        if not self.streams:
+            reply = client.post(address, json=self.body, headers=headers)
+            assert reply.status_code == expected_status, reply.text
+            if not self.is_greedy or expected_status != 200:
+                return None
+            return [text_of(choice) for choice in reply.json()["choices"]]
+        with client.stream("POST", address, json=self.body | {"stream": True}, headers=headers) as reply:
+            lines = list(itertools.islice(reply.iter_lines(), self.leaves_after))
+        if not self.is_greedy or expected_status != 200 or self.leaves_after is not None:
+            return None
+        texts = [""] * self.body.get("n", 1)
+        for line in lines:
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    texts[choice["index"]] += text_of(choice)
+        return texts
+
     def expected(self, served: Served) -> str:
         """The text of `generate`'s answer."""
         text = served.expected(self.kind, self.prompt, self.tokens)
@@ -155,42 +185,56 @@ def test_memory_stays_after_mixed_requests(requests: int, target: Target) -> Non
     """
     with serving(target, rows=16, session_bytes=1 << 23) as (url, engine), httpx.Client(timeout=120) as client:
         served = Served(url, target, engine)
-        found: dict[int, list[str]] = {}
-
-        def ask(number: int) -> None:
-            mixed = Mixed(number)
-            address = url + mixed.path
-            if not mixed.streams:
-                reply = client.post(address, json=mixed.body)
-                assert reply.status_code == (400 if mixed.body.get("n") == 0 else 200)
-                if mixed.is_greedy:
-                    found[number] = [text_of(choice) for choice in reply.json()["choices"]]
-                return
-            with client.stream("POST", address, json=mixed.body | {"stream": True}) as reply:
-                lines = list(itertools.islice(reply.iter_lines(), mixed.leaves_after))
-            if mixed.is_greedy and mixed.leaves_after is None:
-                texts = [""] * mixed.body.get("n", 1)
-                for line in lines:
-                    if line.startswith("data: {"):
-                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                        texts[choice["index"]] += text_of(choice)
-                found[number] = texts
 
         def resident() -> float:
             lines = httpx.get(f"{url}/metrics").text.splitlines()
             (value,) = (line.split()[1] for line in lines if line.startswith("process_resident_memory_bytes "))
             return float(value) / 2**20
 
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(ask, range(requests // 2)))
-            wait_until(lambda: engine.load == (0, 0))
-            before = resident()
-            list(pool.map(ask, range(requests // 2, requests)))
+        found = ask_all(client, served, range(requests // 2))
+        wait_until(lambda: engine.load == (0, 0))
+        before = resident()
+        found |= ask_all(client, served, range(requests // 2, requests))
         wait_until(lambda: engine.load == (0, 0))
         assert resident() < before + 24, "MiB"
         assert engine.totals.ended["failed"] == 0 and engine.totals.ended["cancelled"] > 0
         assert 0 < engine.sessions.nbytes <= engine.sessions.max_bytes
         assert engine.totals.cached_tokens > 0
-    assert len(found) > requests // 4
+    check_answers(served, found, requests)
+
+
+def test_memory_beside_vllm_stays_after_mixed_requests(beside_vllm: Served) -> None:
+    """That of all processes: the worker's, vLLM's server and its engine."""
+    requests = 1000
+    assert beside_vllm.process is not None
+    parent = psutil.Process(beside_vllm.process.pid)
+
+    def resident() -> int:
+        return sum(process.memory_info().rss for process in [parent, *parent.children(recursive=True)])
+
+    with httpx.Client(timeout=300) as client:
+        found = ask_all(client, beside_vllm, range(requests // 2))
+        before = resident()
+        found |= ask_all(client, beside_vllm, range(requests // 2, requests))
+        assert resident() < 1.05 * before
+        metrics = client.get(f"{beside_vllm.url}/metrics", headers={"authorization": "Bearer any"}).text
+    assert 'keepsight_prompts_total{of="known"}' in metrics, "some prompts were long, and came again"
+    check_answers(beside_vllm, found, requests)
+
+
+def ask_all(client: httpx.Client, served: Served, numbers: range) -> dict[int, list[str]]:
+    """The answers to compare, by the numbers of the requests, of which sixteen run at once."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = [*pool.map(lambda number: Mixed(number).ask(client, served), numbers)]
+    return {number: texts for number, texts in zip(numbers, answers, strict=True) if texts is not None}
+
+
+def check_answers(served: Served, found: dict[int, list[str]], requests: int) -> None:
+    """Compare greedy answers with those of `generate`."""
+    assert len(found) > requests // 5
     for number, texts in found.items():
-        assert {*texts} == {Mixed(number).expected(served)}, f"request {number}: {Mixed(number).body}"
+        expected = Mixed(number).expected(served)
+        if served.engine is None:  # vLLM leaves out bytes at an answer's end that are no whole character
+            expected = expected.rstrip(REPLACEMENT)
+            texts = [text.rstrip(REPLACEMENT) for text in texts]
+        assert {*texts} == {expected}, f"request {number}: {Mixed(number).body}"

@@ -14,7 +14,16 @@ import pytest
 
 from keepsight.models.decoder import decoder_layers
 from keepsight.models.targets import Target
-from tests.clients.served import PROMPTS, QUICK, TOKENS, Served, client_command, environment_without_paths, outcomes_of
+from tests.clients.served import (
+    PROMPTS,
+    QUICK,
+    TOKENS,
+    Served,
+    client_command,
+    environment_without_paths,
+    outcomes_of,
+    starting_beside_vllm,
+)
 from tests.serving.loopback import serving, wait_until
 
 pytestmark = pytest.mark.clients
@@ -114,6 +123,44 @@ def test_the_server_beside_vllm_refuses_in_words_of_clients(client: str, beside_
     check(client, beside_vllm, "", REFUSED[client], tmp_path, patience=0.02)
 
 
+def outcomes_of_a_deploy(
+    url: str, server: "subprocess.Popen[Any]", cases: dict[str, Any], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """What the requests of a client end in, whose server gets SIGTERM once one is answered and others wait."""
+    with subprocess.Popen(
+        client_command("fault.py", "deploy", url, ""),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment_without_paths(),
+        cwd=folder,
+    ) as client:
+        assert client.stdin is not None and client.stdout is not None
+        json.dump(cases, client.stdin)
+        client.stdin.close()
+        assert client.stdout.readline() == "running\n"
+        server.send_signal(signal.SIGTERM)
+        outcomes = json.loads(client.stdout.read())
+        assert client.wait(60) == 0
+    return {outcome["what"]: outcome for outcome in outcomes}
+
+
+def test_a_deploy_beside_vllm_cuts_no_answer_and_lets_nobody_wait(target: Target, folder: Path, tmp_path: Path) -> None:
+    """SIGTERM while an answer runs and thirty long prompts wait for the worker: none that waits is read then."""
+    queue = [f"{number} " + "the ship " * 900 for number in range(30)]
+    with starting_beside_vllm(target, folder, tmp_path / "serve.log") as served:
+        assert served.process is not None
+        cases = CASES | {"tokens": 1500, "patience": 1, "queue": queue}
+        found = outcomes_of_a_deploy(served.url, served.process, cases, tmp_path)
+        assert served.process.wait(120) == 0
+    assert found["running"]["text"] == "length"
+    queued = [outcome for what, outcome in found.items() if what.startswith("queued")]
+    refused = [outcome for outcome in queued if outcome["error"]]
+    assert {(outcome["error"], outcome["status"]) for outcome in refused} == {("InternalServerError", 503)}
+    assert all("shutting down" in outcome["text"] for outcome in refused)
+    assert {outcome["text"] for outcome in queued if not outcome["error"]} <= {"length", "stop"}
+
+
 @QUICK
 def test_a_deploy_cuts_no_answer_and_lets_nobody_wait(target: Target, folder: Path, tmp_path: Path) -> None:
     """SIGTERM while an answer runs and two requests wait."""
@@ -124,26 +171,12 @@ def test_a_deploy_cuts_no_answer_and_lets_nobody_wait(target: Target, folder: Pa
         try:
             assert server.stdout is not None and server.stderr is not None
             url = server.stdout.readline().split(" at ")[1].split()[0].removesuffix("/v1")
-            with subprocess.Popen(
-                client_command("fault.py", "deploy", url, ""),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment_without_paths(),
-                cwd=tmp_path,
-            ) as client:
-                assert client.stdin is not None and client.stdout is not None
-                json.dump(CASES | {"tokens": 1500, "patience": 1}, client.stdin)
-                client.stdin.close()
-                assert client.stdout.readline() == "running\n"
-                server.send_signal(signal.SIGTERM)
-                outcomes = json.loads(client.stdout.read())
-                assert client.wait(60) == 0
+            cases = CASES | {"tokens": 1500, "patience": 1}
+            found = outcomes_of_a_deploy(url, server, cases, tmp_path)
             code = server.wait(120)
             errors = server.stderr.read()
         finally:
             server.kill()
-    found = {outcome["what"]: outcome for outcome in outcomes}
     assert found["running"]["text"] == "length" and code == 0, errors[-3000:]
     assert (found["whole"]["error"], found["whole"]["status"]) == ("InternalServerError", 503)
     assert found["stream"]["error"] == "APIError"

@@ -1,5 +1,6 @@
 """Real clients offer a tool, and read the calls of an answer, whole and streamed."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepsight.models.targets import Target
-from tests.clients.served import outcomes_of
+from tests.clients.served import PROMPTS, Served, outcomes_of
 from tests.serving.loopback import serving
 from tests.serving.test_tools import TEMPLATE, WEATHER, call, response_template
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -34,6 +35,16 @@ def calling() -> Iterator[str]:
 
 @pytest.mark.parametrize("client", ["openai", "litellm", "langchain-openai", "llm"])
 def test_clients_read_calls(client: str, calling: str, tmp_path: Path) -> None:
-    cases = {"prompt": "Is it warm?", "tool": WEATHER}
+    cases = {"prompt": "Is it warm?", "tool": WEATHER, "extra": {}}
     found = outcomes_of("call.py", client, calling, str(tmp_path), cases=cases, folder=tmp_path)
     assert found == [{"name": "weather", "arguments": {"city": city}} for city in ("Ulm", "Köln", "Ulm", "Köln")]
+
+
+@pytest.mark.parametrize("prompt", ["Is it warm?", f"{PROMPTS[8]}Is it warm?"], ids=["short", "evicted from"])
+@pytest.mark.parametrize("client", ["openai", "litellm", "langchain-openai"])
+def test_clients_read_calls_beside_vllm(client: str, prompt: str, beside_vllm: Served, tmp_path: Path) -> None:
+    """By vLLM's parser, of answers that are made to be two calls: the tiny model calls nothing by itself."""
+    calls = re.escape(call("Ulm") + call("Bonn")).replace("\\ ", " ")
+    cases = {"prompt": prompt, "tool": WEATHER, "extra": {"structured_outputs": {"regex": calls}}}
+    found = outcomes_of("call.py", client, beside_vllm.url, str(tmp_path), cases=cases, folder=tmp_path)
+    assert found == [{"name": "weather", "arguments": {"city": city}} for city in ("Ulm", "Bonn", "Ulm", "Bonn")]

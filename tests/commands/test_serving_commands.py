@@ -161,6 +161,8 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     keepsight.refuses("sessions", "type", "serve", *TINY, "method=snapkv", "sessions=much", "port=0")
     keepsight.refuses("later_turns", "unknown", "serve", *TINY, "method=snapkv", "later_turns=forget", "port=0")
     keepsight.refuses("page", "conflict", "serve", *TINY, "page=32")
+    keepsight.refuses("adapters", "conflict", "serve", *TINY, "method=snapkv", "adapters={law: adapter}", "port=0")
+    assert "adapters={law: nowhere}: " in keepsight.fails("serve", *TINY, "adapters={law: nowhere}", "port=0")
     keepsight.refuses("engine", "unknown", "prefix", *TINY, "prompt=a", "out=prefixes", "engine=tgi")
     keepsight.refuses("grace", "conflict", "serve", *TINY, "vllm=true", "grace=5")
     for alone in ("reader=vllm", "worker_threads=1"):
@@ -173,6 +175,8 @@ def test_what_vllm_cannot_be_given_ends_in_one_line(keepsight: CommandLine, monk
     beside = ("serve", *TINY, "vllm=true")
     keepsight.refuses("worker_threads", "range", *beside, "worker_threads=4")
     keepsight.refuses("worker_threads", "conflict", *beside, "reader=vllm", "worker_threads=1")
+    keepsight.refuses("adapters", "conflict", *beside, "reader=vllm", "adapters={law: adapter}")
+    keepsight.refuses("budget", "range", *beside, "method=snapkv", "max_budget=4")
     for method in ("dapq", "laq"):
         keepsight.refuses("reader", "conflict", *beside, "reader=vllm", f"method={method}", "budget=160")
 
@@ -263,7 +267,7 @@ def test_the_page_says_what_the_commands_take() -> None:
     for _, *words in (shlex.split(unit), compose, *typed):
         name, arguments = cli.command_of(words)
         cli.configuration(name, arguments)
-    assert len(typed) == 7
+    assert len(typed) == 8
 
 
 def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) -> None:

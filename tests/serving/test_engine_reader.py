@@ -200,6 +200,28 @@ def test_the_same_prompt_is_read_once_and_salts_share_nothing(rewriter: Rewriter
     with_engine(rewriter, tmp_path, conversation)
 
 
+def test_a_budget_of_a_request(rewriter: Rewriter, tmp_path: Path, monkeypatch) -> None:
+    """The engine is asked for so many entries; prefixes of one budget are not those of another."""
+    monkeypatch.setenv("KEEPSIGHT_MAX_BUDGET", "160")
+
+    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+        wanted = []
+        for budget in (None, BUDGET, 160, 0.35, 160, 0.35, None):
+            client = await new().ask(CHAT, chat(LONG, keepsight={"budget": budget}))
+            assert client.status == 200 and "keepsight" not in json.loads(client.body)
+        for path, body in engine.steps:
+            if path == COMPLETIONS:
+                wanted.append(body["kv_transfer_params"]["keepsight_evict"])
+        assert wanted == [True, 160, 0.35] and len({*engine.ids}) == 3
+        steps = len(engine.steps)
+        for fields, param in (({"budget": 161}, "budget"), ({"budget": 100}, "budget"), ({"adapter": "a"}, "adapter")):
+            client = await new().ask(CHAT, chat(LONG, keepsight=fields))
+            assert client.status == 400 and client.error["param"] == f"keepsight.{param}"
+        assert len(engine.steps) == steps
+
+    with_engine(rewriter, tmp_path, conversation)
+
+
 def test_kept_prefixes_are_bounded_by_bytes(rewriter: Rewriter, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("KEEPSIGHT_PREFIX_BYTES", "250")
 
@@ -247,6 +269,42 @@ def test_an_error_of_the_first_step_is_the_answer(rewriter: Rewriter, tmp_path: 
         engine.refusal = None
         client = await new().ask(CHAT, chat(LONG))
         assert client.status == 200 and len(engine.steps) == 3  # it is read anew
+
+    with_engine(rewriter, tmp_path, conversation)
+
+
+@pytest.mark.parametrize("refusal", [None, (429, {"error": {"message": "later", "code": 429}})])
+def test_a_stream_begins_while_its_prompt_is_still_read(rewriter: Rewriter, tmp_path, monkeypatch, refusal) -> None:
+    """By empty lines, which are no events; an error is an event then. Whole answers wait for their status."""
+    monkeypatch.setattr("keepsight.serving.vllm.middleware._PATIENCE", 0.05)
+    monkeypatch.setattr("keepsight.serving.vllm.middleware._PING", 0.05)
+
+    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+        evict = engine.evict
+
+        async def refuse(receive: Any, send: Any) -> None:
+            await engine.open.wait()
+            await reply(send, *refusal)
+
+        if refusal is not None:
+            monkeypatch.setattr(engine, "evict", refuse)
+        engine.open.clear()
+        stream = new()
+        whole = new()
+        asked = [asyncio.create_task(stream.ask(CHAT, chat(LONG, stream=True)))]
+        asked.append(asyncio.create_task(whole.ask(CHAT, chat(LONG))))
+        await settled(lambda: stream.body == b"\n\n\n")
+        assert (stream.status, whole.status, whole.body) == (200, 0, b"")
+        engine.open.set()
+        await asyncio.gather(*asked)
+        end = stream.body.decode().lstrip("\n")
+        if refusal is None:
+            assert end == "data: one\n\ndata: [DONE]\n\n" and whole.status == 200
+        else:
+            error, done = end.strip().split("\n\n")
+            assert "later" in error and json.loads(error.removeprefix("data: "))["error"]["code"] == 429
+            assert done == "data: [DONE]" and (stream.status, whole.status) == (200, 429)
+        monkeypatch.setattr(engine, "evict", evict)
 
     with_engine(rewriter, tmp_path, conversation)
 

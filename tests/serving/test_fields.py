@@ -180,6 +180,9 @@ BAD = [
     (PLAIN, {"keepsight": {"budget": 8}}, "keepsight.budget"),
     (PLAIN, {"keepsight": {"adapter": "other"}}, "keepsight.adapter"),
     (PLAIN, {"keepsight": {"sinks": 4}}, "keepsight"),
+    (PLAIN, {"keepsight": {"prefix": "0f" * 16}}, "keepsight.prefix"),
+    (PLAIN, {"prompt": f" [[keepsight:{'0f' * 16}]]Why?"}, "keepsight.prefix"),
+    (CHAT, {"messages": [{"role": "user", "content": f"[[keepsight:{'0f' * 16}]]Why?"}]}, "keepsight.prefix"),
 ]
 
 
@@ -480,6 +483,20 @@ def test_the_version_and_probes(url):
     assert httpx.get(f"{url}/version").json() == {"version": __version__}
     for path in ("/health", "/ready"):
         assert httpx.head(url + path).status_code == 200
+
+
+# Prefixes, which are vLLM's
+
+
+def test_text_about_prefixes_is_text_and_a_header_is_not(url):
+    name = f"[[keepsight:{'0f' * 16}]]"
+    for text in (f"Look: {name}", f"`{name}`", "[[keepsight:ID]] stands for a document"):
+        assert post(url, PLAIN, prompt=text).status_code == 200
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{name} is an id"}]
+        assert post(url, CHAT, messages=[*turns, {"role": "user", "content": "Why?"}]).status_code == 200
+    body = {"model": "tiny", "prompt": "Why?", "max_tokens": 2}
+    reply = httpx.post(url + PLAIN, json=body, headers={"keepsight-prefix": "0f" * 16})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "keepsight.prefix"
 
 
 # Budgets

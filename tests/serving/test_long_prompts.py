@@ -7,21 +7,27 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from keepsight import DapQ, SnapKV
 from keepsight.models.decoder import decoder_of
 from keepsight.models.targets import Target, load_target
+from keepsight.runtime.allocate import Uniform
+from keepsight.serving.choices import Choice, Choices
+from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, file_of, placeholders
 from keepsight.serving.vllm.access import PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from keepsight.serving.vllm.reader import Complete, Reader, WorkerReader
 from keepsight.serving.worker import Worker
 from tests.refused import refused
+from tests.serving.adapters import adapters_of
 from tests.tiny import save_tiny_target, tiny_tokenizer
 
 COMPLETIONS = PATHS[1]
@@ -35,12 +41,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 @asynccontextmanager
-async def connected(socket: Path, ids: Any, salt: str | None = None) -> AsyncIterator[asyncio.StreamReader]:
+async def connected(
+    socket: Path, ids: Any, salt: str | None = None, **choice: Any
+) -> AsyncIterator[asyncio.StreamReader]:
     """A connection that has asked the worker for a prompt."""
     while not socket.exists():
         await asyncio.sleep(0.01)
     reader, writer = await asyncio.open_unix_connection(socket)
-    writer.write(json.dumps({"ids": ids, "salt": salt}).encode() + b"\n")
+    writer.write(json.dumps({"ids": ids, "salt": salt, **choice}).encode() + b"\n")
     await writer.drain()
     try:
         yield reader
@@ -48,9 +56,9 @@ async def connected(socket: Path, ids: Any, salt: str | None = None) -> AsyncIte
         writer.close()
 
 
-async def asked(socket: Path, ids: Any, salt: str | None = None) -> Any:
+async def asked(socket: Path, ids: Any, salt: str | None = None, **choice: Any) -> Any:
     """What the worker replies; None where it says nothing."""
-    async with connected(socket, ids, salt) as reader:
+    async with connected(socket, ids, salt, **choice) as reader:
         line = await reader.readline()
     return json.loads(line) if line else None
 
@@ -226,6 +234,50 @@ def test_salts_share_nothing(target: Target, tmp_path: Path) -> None:
     talk(worker, socket, conversation)
 
 
+def test_budgets_and_adapters_share_nothing(target: Target, tmp_path: Path) -> None:
+    """Each prefix holds what its own method keeps; a request that names the server's own budget shares its prefix."""
+    default, other = adapters_of(target, tmp_path / "modules", 140, allocate=Uniform())
+    folder = tmp_path / "prefixes"
+    worker = Worker(target, default, folder, adapters={"law": other}, page=0, waiting=2)
+    socket = tmp_path / "socket"
+    wanted: list[tuple[dict[str, Any], Any]] = [
+        ({}, default),
+        ({"budget": 136}, replace(default, budget=136)),
+        ({"budget": 0.4}, replace(default, budget=0.4)),
+        ({"adapter": "law"}, other),
+        ({"adapter": "law", "budget": 136}, replace(other, budget=136)),
+    ]
+
+    async def conversation() -> None:
+        ids = []
+        for choice, method in wanted:
+            reply = await asked(socket, LONG, **choice)
+            assert not reply["known"]
+            found = PrefixStore(folder).tensors(reply["id"])
+            expected, header = export(target.model, started(target, method), tmp_path / "own")
+            for name, tensor in PrefixStore(tmp_path / "own").tensors(expected).items():
+                assert torch.equal(found[name], tensor)
+            assert reply["entries"] == header.entries
+            ids.append(reply["id"])
+        assert len({*ids}) == len(wanted)
+        for (choice, _), name in zip(wanted, ids, strict=True):
+            reply = await asked(socket, LONG, **choice)
+            assert reply["known"] and reply["id"] == name
+        assert (await asked(socket, LONG, budget=140))["id"] == ids[0]
+        reply = await asked(socket, LONG, adapter="code")
+        assert (reply["status"], reply["field"]) == (400, "keepsight.adapter") and "'code'" in reply["error"]
+        reply = await asked(socket, LONG, budget=0)
+        assert (reply["status"], reply["field"]) == (400, "keepsight.budget")
+
+    talk(worker, socket, conversation)
+
+
+@torch.no_grad()
+def started(target: Target, method: Any) -> Any:
+    """The state of the long prompt, from which a method has evicted."""
+    return method.start(target.model, torch.tensor([LONG]))
+
+
 def test_kept_prefixes_are_bounded_by_bytes_and_those_in_use_stay(target: Target, tmp_path: Path) -> None:
     worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=9), tmp_path / "socket"
 
@@ -335,12 +387,16 @@ class Reads(Reader):
     """A `Reader` without a worker: every prompt is the prefix 0f0f... of 130 entries."""
 
     def __init__(self) -> None:
-        super().__init__(20, context=2000, answer_tokens=500)
+        super().__init__(20, context=2000, answer_tokens=500, choices=Choices(140, ["law"]))
         self.asked, self.salts, self.open = list[list[int]](), list[str](), 0
+        self.chosen = list[Choice]()
 
     @asynccontextmanager
-    async def prefix(self, ids: list[int], salt: str, complete: Complete) -> AsyncIterator[tuple[str, int]]:
+    async def prefix(
+        self, ids: list[int], salt: str, choice: Choice, complete: Complete
+    ) -> AsyncIterator[tuple[str, int]]:
         self.asked.append(ids)
+        self.chosen.append(choice)
         self.salts.append(salt)
         self.open += 1
         yield "0f" * 16, 130
@@ -412,6 +468,22 @@ def test_a_prompt_and_its_answer_fit_the_context(rewriter: Rewriter, name) -> No
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
 
 
+def test_texts_beyond_all_prompts_are_not_tokenized(rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor sent to vLLM, which would tokenize all of them, and let others wait."""
+    monkeypatch.setattr(rewriter, "context", 2000)
+    engine = Engine(None)  # it cannot tokenize
+    app = Prefixes(engine, rewriter, Reads())
+    text = "for item in the list " * 2000
+    for path, body in (
+        (COMPLETIONS, {"prompt": text}),
+        (COMPLETIONS, {"prompt": ["for", text]}),
+        (PATHS[0], {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
+    ):
+        status, reply = sent(app, engine, path, body)
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded" and not engine.seen
+        assert "maximum context length is 2000 tokens" in reply["error"]["message"]
+
+
 def test_salts_reach_the_worker_and_bad_ones_vllm(rewriter: Rewriter) -> None:
     engine, reader = Engine(rewriter.tokenizer), Reads()
     app = Prefixes(engine, rewriter, reader)
@@ -423,6 +495,86 @@ def test_salts_reach_the_worker_and_bad_ones_vllm(rewriter: Rewriter) -> None:
         sent(app, engine, COMPLETIONS, body)
         assert engine.seen[-1] == (COMPLETIONS, body)  # vLLM says what is wrong
     assert len(reader.asked) == 2
+
+
+def test_what_a_request_chooses_reaches_the_worker(rewriter: Rewriter) -> None:
+    """Within the operator's limits; vLLM does not see the field."""
+    engine, reader = Engine(rewriter.tokenizer), Reads()
+    app = Prefixes(engine, rewriter, reader)
+    chosen = [Choice(), Choice(budget=130), Choice(budget=0.3), Choice("law"), Choice("law", 136)]
+    for choice in chosen:
+        body = {"prompt": TEXT * 15, "keepsight": {"adapter": choice.adapter, "budget": choice.budget}}
+        assert sent(app, engine, COMPLETIONS, body)[0] == 200
+        assert engine.seen[-1][1].keys() == {"prompt"}
+    assert reader.chosen == chosen
+    refused_fields: list[tuple[dict[str, Any], str, str]] = [
+        ({"budget": 141}, "budget", "141 keeps more of this prompt than the 140 that this server allows (max_budget=)"),
+        ({"budget": 0.9}, "budget", "max_budget="),
+        ({"budget": 16}, "budget", "cannot spell an id"),
+        ({"budget": 0}, "budget", "greater than"),
+        ({"budget": "many"}, "budget", "many"),
+        ({"adapter": "code"}, "adapter", "no adapter 'code'; this server has 'law'"),
+        ({"adapter": 3}, "adapter", "string"),
+    ]
+    for fields, name, why in refused_fields:
+        for prompt in (TEXT * 15, TEXT * 15 + " a", LONG):
+            status, reply = sent(app, engine, COMPLETIONS, {"prompt": prompt, "keepsight": fields})
+            error = reply["error"]
+            assert status == 400 and error["param"] == f"keepsight.{name}" and why in error["message"], fields
+    assert len(reader.asked) == len(chosen)
+
+
+def test_short_prompts_are_answered_by_vllm_whatever_they_choose(rewriter: Rewriter) -> None:
+    """By a budget of its own, a prompt is long from twice that budget; what is chosen is checked all the same."""
+    engine, reader = Engine(rewriter.tokenizer), Reads()
+    reader.least = 300
+    app = Prefixes(engine, rewriter, reader)
+    lengths: list[tuple[int | float | None, int, bool]] = [(None, 300, True), (None, 299, False)]
+    lengths += [(128, 256, True), (128, 255, False), (140, 280, True), (140, 279, False)]
+    lengths += [(0.3, 300, True), (0.3, 299, False)]
+    for budget, tokens, is_long in lengths:
+        before = len(reader.asked)
+        status, _ = sent(app, engine, COMPLETIONS, {"prompt": LONG[:tokens], "keepsight": {"budget": budget}})
+        assert (status, len(reader.asked) - before) == (200, int(is_long)), (budget, tokens)
+    reader.least = 20
+    body = {"prompt": LONG[:130], "keepsight": {"budget": 130}}
+    assert sent(app, engine, COMPLETIONS, body)[0] == 200 and engine.seen[-1][1]["prompt"] == LONG[:130]
+    for prompt in (LONG[:30], "Hi"):
+        status, _ = sent(app, engine, COMPLETIONS, {"prompt": prompt, "keepsight": {"budget": 141}})
+        assert status == 400
+        assert sent(app, engine, COMPLETIONS, {"prompt": prompt, "keepsight": {"budget": 140}})[0] == 200
+
+
+def test_servers_and_models_without_eviction_refuse_what_is_chosen(rewriter: Rewriter) -> None:
+    engine = Engine(rewriter.tokenizer)
+    engine.state.openai_serving_models = SimpleNamespace(lora_requests={"poet": None})
+    body = {"prompt": TEXT * 5, "keepsight": {"budget": 128}}
+    document = {"kv_transfer_params": {"keepsight_evict": True}}
+    for app, further, why in (
+        (Prefixes(engine, rewriter), {}, "evicts from no plain request"),
+        (Prefixes(engine, rewriter, Reads()), {"model": "poet"}, "LoRA"),
+        (Prefixes(engine, rewriter, Reads()), document, "keepsight_evict"),
+    ):
+        status, reply = sent(app, engine, COMPLETIONS, body | further)
+        assert status == 400 and why in reply["error"]["message"] and not engine.seen
+    assert sent(Prefixes(engine, rewriter), engine, COMPLETIONS, body | {"keepsight": {"budget": None}})[0] == 200
+
+
+def test_the_largest_budget_and_the_adapters_come_from_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {"KEEPSIGHT_ROOT": str(tmp_path), "KEEPSIGHT_MODEL": str(save_tiny_target(tmp_path / "model"))}
+    given |= {"KEEPSIGHT_WORKER": "socket", "KEEPSIGHT_LEAST": "20", "KEEPSIGHT_ADAPTERS": '["law"]'}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for value, largest in (("256", 256), ("0.25", 0.25), ("1e-3", 0.001)):
+        monkeypatch.setenv("KEEPSIGHT_MAX_BUDGET", value)
+        reader: Any = Prefixes(None).reader
+        assert reader.choices == Choices(largest, ["law"])
+    for value in ("much", "0", "1.5", "[]"):
+        monkeypatch.setenv("KEEPSIGHT_MAX_BUDGET", value)
+        with refused("KEEPSIGHT_MAX_BUDGET", "type"):
+            Prefixes(None)
 
 
 def test_a_prompt_for_a_lora_is_left_to_vllm(rewriter: Rewriter) -> None:

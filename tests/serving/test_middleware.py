@@ -100,7 +100,11 @@ def test_a_prefix_is_found_behind_a_root_path(rewriter: Rewriter, digest):
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"chat_template_kwargs": 3}, None),
-        ({"keepsight": {"budget": 64}}, "keepsight"),
+        ({"keepsight": {"budget": 64}}, "keepsight.budget"),
+        ({"keepsight": {"adapter": "law"}}, "keepsight.adapter"),
+        ({"keepsight": {"budget": 0}}, "keepsight.budget"),
+        ({"keepsight": {"sinks": 4}}, "keepsight"),
+        ({"keepsight": 3}, "keepsight"),
         ({"messages": [{"role": "system", "content": "Rhyme."}]}, "prefix"),
     ],
 )
@@ -132,6 +136,8 @@ def part(text: str) -> dict[str, str]:
         ([part(f"{NAME}Why?")], "Why?"),
         ([part(NAME), part("Why?")], "\nWhy?"),
         ([part(f" {NAME} "), part("Why"), part("not?")], " \nWhy\nnot?"),
+        ("[[ Keepsight: ID ]]Why?", "Why?"),
+        (f"{NAME}Why {NAME}?", f"Why {NAME}?"),
     ],
 )
 def test_a_prefix_is_found_in_each_form_of_a_message(rewriter: Rewriter, digest, content, question):
@@ -139,17 +145,12 @@ def test_a_prefix_is_found_in_each_form_of_a_message(rewriter: Rewriter, digest,
     status, changed = sent(rewriter, CHAT, chat_body(digest, content))
     ids = json.loads(changed)["kv_transfer_params"]["prompt_token_ids"]
     assert status == 0 and ids[:140] == placeholders(digest, 140, rewriter.alphabet)
-    assert rewriter.tokenizer.decode(ids[140:]) == f"{question}<|end|><|assistant|>"
+    assert rewriter.tokenizer.decode(ids[140:]) == f"{question}<|end|><|assistant|>".replace("ID", digest)
 
 
 @pytest.mark.parametrize(
     "contents, why",
     [
-        ([f"Look: {NAME}Why?"], "within a text"),
-        ([[part("Look:"), part(f"{NAME}Why?")]], "within a text"),
-        (["Why [[ Keepsight: ID ]]?"], "within a text"),
-        ([f"{NAME}Why {NAME}?"], "within a text"),
-        ([f"{NAME}Why?", f"And {NAME}?"], "within a text"),
         ([f"{NAME}Why?", f"{NAME}How?"], "reads one prefix"),
         ([NAME], "no question"),
         ([f"{NAME} \n"], "no question"),
@@ -158,7 +159,7 @@ def test_a_prefix_is_found_in_each_form_of_a_message(rewriter: Rewriter, digest,
         ([f"{NAME}Why?", [{"type": "image_url", "image_url": {"url": "data:"}}]], "text alone"),
     ],
 )
-def test_a_name_that_would_be_read_as_text_is_refused(rewriter: Rewriter, digest, contents, why):
+def test_a_prefix_that_cannot_be_read_is_refused(rewriter: Rewriter, digest, contents, why):
     status, said = sent(rewriter, CHAT, chat_body(digest, *contents))
     assert status == 400 and why in json.loads(said)["error"]["message"]
 
@@ -169,22 +170,120 @@ def test_a_question_may_stand_in_a_later_message(rewriter: Rewriter, digest):
     assert status == 0 and str(rewriter.tokenizer.decode(ids[140:])).endswith("Why?<|end|><|assistant|>")
 
 
-def test_text_about_prefixes_is_text(rewriter: Rewriter):
-    for text in ("What is [[keepsight:ID]]?", "keepsight: 0f0f", f"{'0f' * 16}", "[[keepsight]]"):
+def test_text_about_prefixes_is_text(rewriter: Rewriter, digest):
+    """A page that was pasted, documentation, and what tools and answers say, whatever they begin with."""
+    name = NAME.replace("ID", digest)
+    texts = ["What is [[keepsight:ID]]?", "keepsight: 0f0f", "0f" * 16, "[[keepsight]]", f"Look: {name}Why?"]
+    texts += [f"Why [[ Keepsight: {digest} ]]?", f"`{name}` is an id.", f"\n> {name}"]
+    for text in texts:
         body = json.dumps({"messages": [{"role": "user", "content": text}], "prompt": text}).encode()
         for path in PATHS:
             assert sent(rewriter, path, body) == (0, body)
+    parts = json.dumps({"messages": [{"role": "user", "content": [part("Look:"), part(f"{name}Why?")]}]}).encode()
+    assert sent(rewriter, CHAT, parts) == (0, parts)
+    shown = "{% if message.role == 'tool' %}{{ message.content }}{% endif %}"
+    template = f"{{% for message in messages %}}{shown}{{% endfor %}}"
+    for role in ("assistant", "tool"):
+        turns = [{"role": "user", "content": "Why?"}, {"role": role, "content": f"{name}So."}]
+        body = json.dumps({"messages": turns, "chat_template": template}).encode()
+        assert sent(rewriter, CHAT, body) == (0, body)
+
+
+def with_header(rewriter: Rewriter, path: str, body: Any, *ids: str) -> tuple[int, Any]:
+    """The status, and the body of the reply or of the request that the application is given."""
+    headers = [(b"content-type", b"application/json"), *((b"keepsight-prefix", name.encode()) for name in ids)]
+    status, said = sent(rewriter, path, json.dumps(body).encode(), headers=headers)
+    return status, json.loads(said)
+
+
+@pytest.mark.parametrize("is_header", [False, True], ids=["field", "header"])
+def test_a_prefix_is_named_beside_the_messages(rewriter: Rewriter, digest, is_header: bool):
+    """Then all that messages say is text, also what would name another prefix."""
+    fields = {} if is_header else {"keepsight": {"prefix": digest}}
+    names = [digest] if is_header else []
+    spelled = placeholders(digest, 140, rewriter.alphabet)
+    for text in ("Why?", [part("Why"), part("not?")], f"[[keepsight:{'0f' * 16}]]Why?"):
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "So."}]
+        turns.append({"role": "user", "content": f"And [[keepsight:{digest}]]?"})
+        status, changed = with_header(rewriter, CHAT, {"messages": turns} | fields, *names)
+        ids = changed["kv_transfer_params"]["prompt_token_ids"]
+        said = text if isinstance(text, str) else "Why\nnot?"
+        rest = f"{said}<|end|><|assistant|>So.<|end|><|user|>And [[keepsight:{digest}]]?<|end|><|assistant|>"
+        assert status == 0 and ids[:140] == spelled and rewriter.tokenizer.decode(ids[140:]) == rest
+        assert "keepsight" not in changed
+    (why,) = (rewriter.tokenizer("Why?")["input_ids"],)
+    for prompt in ("Why?", why, ["Why?", why]):
+        status, changed = with_header(rewriter, COMPLETIONS, {"prompt": prompt} | fields, *names)
+        ids = changed["prompt"] if isinstance(changed["prompt"][0], int) else changed["prompt"][1]
+        assert status == 0 and ids == spelled + why
+
+
+def test_a_prefix_beside_a_system_message_is_read_after_it(rewriter: Rewriter):
+    model = tiny_model()
+    state = SnapKV(140, window=8).start(model, prompt_ids(210)[0])
+    digest, _ = export(model, state, rewriter.store.root, before="<|system|>Be brief.<|end|><|user|>")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    status, changed = with_header(rewriter, CHAT, {"messages": turns}, digest)
+    ids = changed["kv_transfer_params"]["prompt_token_ids"]
+    assert status == 0 and rewriter.tokenizer.decode(ids[140:]) == "Why?<|end|><|assistant|>"
+    status, said = with_header(rewriter, CHAT, {"messages": turns[1:]}, digest)
+    assert status == 400 and "after other text" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "param"),
+    [
+        ({"keepsight": {"prefix": "ID"}}, ["0f" * 16], "keepsight.prefix"),
+        ({}, ["ID", "0f" * 16], "keepsight.prefix"),
+        ({}, [""], "prefix"),
+        ({}, ["../ID"], "prefix"),
+        ({"keepsight": {"prefix": 3}}, [], "keepsight.prefix"),
+        ({"messages": []}, ["ID"], "messages"),
+        ({"messages": [{"role": "user", "content": " "}]}, ["ID"], "messages"),
+        ({"kv_transfer_params": {"keepsight_evict": True}}, ["ID"], "keepsight.prefix"),
+        ({"keepsight": {"prefix": "ID", "budget": 64}}, [], "keepsight.budget"),
+    ],
+)
+def test_a_prefix_beside_the_messages_that_cannot_be_read(rewriter: Rewriter, digest, fields, names, param):
+    asked = {"messages": [{"role": "user", "content": "Why?"}]} | json.loads(json.dumps(fields).replace("ID", digest))
+    status, said = with_header(rewriter, CHAT, asked, *(name.replace("ID", digest) for name in names))
+    assert status == 400 and said["error"]["param"] == param
+
+
+def test_ids_of_other_tenants_give_nothing_away(rewriter: Rewriter, tmp_path):
+    """The same answer as for an id that there is not, in each form in which a request may name it."""
+    model = tiny_model()
+    state = SnapKV(140, window=8).start(model, prompt_ids(220)[0])
+    foreign, _ = export(model, state, tmp_path / "tenant", before="<|user|>")
+
+    def answers(name: str) -> list[str]:
+        asked = {"messages": [{"role": "user", "content": "Why?"}], "prompt": "Why?"}
+        spelled = [*placeholders(name, 140, rewriter.alphabet), 9]
+        cut = [*spelled[:130], 9]
+        named = f"[[keepsight:{name}]]Why?"
+        found = [with_header(rewriter, path, asked, name) for path in PATHS]
+        bodies: list[dict[str, Any]] = [
+            {"messages": [{"role": "user", "content": named}], "prompt": named},
+            asked | {"keepsight": {"prefix": name}},
+            asked | {"prompt": spelled, "kv_transfer_params": {"prompt_token_ids": spelled}},
+            asked | {"prompt": cut, "kv_transfer_params": {"prompt_token_ids": cut}},
+        ]
+        for body in bodies:
+            found += [with_header(rewriter, path, body) for path in PATHS]
+        assert {status for status, _ in found} == {400}
+        return [json.dumps(said).replace(name, "ID") for _, said in found]
+
+    assert answers(foreign) == answers("0f" * 16)
 
 
 def test_prompts_of_completions_follow_the_same_rules(rewriter: Rewriter, digest):
     name = NAME.replace("ID", digest)
     spelled = placeholders(digest, 140, rewriter.alphabet)
     (why,) = (rewriter.tokenizer("Why?")["input_ids"],)
-    for prompt in (f" {name}Why?", f"{name}Why?", spelled + why, [f"{name}Why?", "Why?"]):
+    for prompt in (f" {name}Why?", f"{name}Why?", spelled + why, [f"{name}Why?", f"So: {name}Why?"]):
         status, _ = sent(rewriter, COMPLETIONS, json.dumps({"prompt": prompt}).encode())
         assert status == 0, prompt
     refused = {
-        f"So: {name}Why?": "within a text",
         f"{name} ": "no question",
         (rewriter.tokenizer.bos_token_id, *spelled, *why): "must be the first",
         (*spelled, *spelled, *why): "must be the first",

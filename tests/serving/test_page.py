@@ -294,7 +294,7 @@ def test_every_field_that_the_middleware_refuses_has_its_row() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("is_short", [False, True], ids=["evicted from", "short"])
 def test_other_fields_are_handed_on_to_vllm(rewriter: Rewriter, path: str, is_short: bool) -> None:
-    """Each field of the page, with a value that our own server supports or refuses."""
+    """Each field of the page, with a value that our own server supports or refuses; `keepsight` does not reach vLLM."""
     text = "Hi" if is_short else TEXT
     plain: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
     values: dict[str, Any] = {name: value for name, (value, _) in CHANGES.items()} | VALUES
@@ -304,7 +304,7 @@ def test_other_fields_are_handed_on_to_vllm(rewriter: Rewriter, path: str, is_sh
         if path_of_row != path:
             continue
         vllm = Tokenizing(rewriter.tokenizer)
-        value = values.get(name, True)
+        value = {"budget": 130} if name == "keepsight" else values.get(name, True)
         status, reply = sent(Prefixes(vllm, rewriter, Reads()), vllm, path, plain | {name: value})
         if BESIDE_VLLM.get(name, ("handed on", "handed on"))[is_short] == "refused":
             assert status == 400 and reply["error"]["param"] == name and not vllm.seen
@@ -312,4 +312,7 @@ def test_other_fields_are_handed_on_to_vllm(rewriter: Rewriter, path: str, is_sh
         else:
             ((_, seen),) = vllm.seen
             assert status == 200, f"{name}: {reply}"
-            assert name in ("prompt", "kv_transfer_params") or seen.get(name) == value
+            if name == "keepsight":
+                assert name not in seen
+            else:
+                assert name in ("prompt", "kv_transfer_params") or seen.get(name) == value

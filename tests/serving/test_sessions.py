@@ -13,6 +13,7 @@ from keepsight.runtime import static_batch
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.generate import FullCache, Method, generate
 from keepsight.runtime.methods import H2O
+from keepsight.serving.choices import with_budget
 from keepsight.serving.engine import Engine, Job
 from keepsight.serving.sessions import _storage_bytes, _tensors_of
 from tests.families import family_model
@@ -135,11 +136,11 @@ def test_nothing_is_given_to_another_tenant_or_another_budget():
     options: dict[str, Any] = GREEDY | {"max_new_tokens": 4}
     cached = []
     for tenant, budget in (("a", 40), ("b", 40), ("a", 40), ("", 40), ("a", 30), ("a", 30)):
-        job = Job(ids, tenant=tenant, method=engine.with_budget(budget), **options)
+        job = Job(ids, tenant=tenant, method=with_budget(engine.method, budget), **options)
         engine.submit(job)
         run(engine)
         cached.append(job.cached)
-        assert job.tokens == generate(model, ids[None], engine.with_budget(budget), **options)[0].tolist()
+        assert job.tokens == generate(model, ids[None], with_budget(engine.method, budget), **options)[0].tolist()
     assert cached == [0, 0, 90, 0, 0, 90]
 
 

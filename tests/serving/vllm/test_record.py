@@ -15,9 +15,6 @@ import torch
 
 from keepsight import H2O, LookaheadKV, SnapKV
 from keepsight.errors import UserError
-from keepsight.models.card import Provenance
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import fingerprints, load_target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
@@ -25,6 +22,7 @@ from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
 from keepsight.serving.vllm.soft_tokens import lora_for_vllm, observing_prompt
 from tests.close import assert_close
+from tests.serving.adapters import random_adapter
 from tests.serving.vllm.stock import CONNECTOR, TOPICS, Library, chatted, serving, stock_target
 from tests.tiny import save_tiny_target
 
@@ -128,16 +126,6 @@ class World:
         ]
         answers = [list(reply.outputs[0].token_ids) for reply in self.ask(prompts, [None] * len(prompts))]
         assert answers == [case.answer for case in self.cases]
-
-
-def random_adapter(target: Any, folder: Path) -> None:
-    """A lookahead adapter whose LoRA changes queries and keys as much as a trained one."""
-    lookahead = Lookahead(target.model, LookaheadSettings(tokens=16))
-    torch.manual_seed(3)
-    for _, _, update in lookahead.lora.parts():  # type: ignore[union-attr]
-        torch.nn.init.normal_(update.lora_B, std=0.05)
-    torch.nn.init.normal_(lookahead.tokens)
-    lookahead.adapter().save(folder, Provenance(base_model=target.name))
 
 
 @pytest.fixture(scope="module", params=["uniform", "ragged"])
