@@ -52,7 +52,7 @@ def server(library: Library, page: int) -> Iterator[Server]:
     folder, port = library.root.parent, free_port()
     command = [sys.executable, "-m", "keepsight", "serve", f"model.id={folder / 'model'}", "model.device=cpu"]
     command += ["model.dtype=float32", "method=snapkv", f"budget={BUDGET}", "options={window: 8}", f"page={page}"]
-    command += ["vllm=true", "reader=vllm", f"port={port}", "name=tiny", "max_new_tokens=400", "prefix_bytes=1000TiB"]
+    command += ["vllm=true", "reader=vllm", f"port={port}", "name=tiny", "max_new_tokens=400", "prefix_bytes=1000TiB", "max_budget=128"]
     command += ["vllm_options={kv_cache_memory_bytes: 134217728, max_num_batched_tokens: 256, block_size: 32}"]
     url = f"http://127.0.0.1:{port}"
     with process(url, folder / "serve.log", *command, TMPDIR=str(temporary_of(library))) as running:
@@ -62,11 +62,11 @@ def server(library: Library, page: int) -> Iterator[Server]:
     assert not [*temporary_of(library).glob(PLAIN)]
 
 
-def case_of(library: Library, text: str, page: int) -> Case:
+def case_of(library: Library, text: str, page: int, budget: int = BUDGET) -> Case:
     """What `generate` answers for the last token of a prompt from which the rest was evicted."""
     ids = library.ids(library.before + text + library.after)
     allocate = Global(page=page) if page else Uniform()
-    state = SnapKV(BUDGET, window=8, allocate=allocate).start(library.target.model, ids[:, :-1])
+    state = SnapKV(budget, window=8, allocate=allocate).start(library.target.model, ids[:, :-1])
     return Case("", text, ids[0].tolist(), library.answer(state, ids[:, -1:], TOKENS))
 
 
@@ -95,6 +95,14 @@ def test_a_plain_request_is_answered_as_by_two_and_as_by_generate(server, librar
     for case in cases[:3]:
         answers = [whole_chat(server, case), chatted(server, case), completed(server, case)]
         assert answers == [of_two_requests(server, library, case)] * 3 == [case.answer] * 3
+
+
+def test_a_request_has_a_budget_of_its_own(server, library, page):
+    case = case_of(library, TEXTS[0], page, 64)
+    assert completed(server, case, extra_body={"keepsight": {"budget": 64}}) == case.answer
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client().completions.create(model="tiny", prompt=TEXTS[0], extra_body={"keepsight": {"budget": 129}})
+    assert refused.value.param == "keepsight.budget"
 
 
 def test_sixteen_clients_with_long_and_short_prompts(server, library, cases):

@@ -46,7 +46,7 @@ def started(library: Library, port: int) -> Iterator[Server]:
     folder = library.root.parent
     command = [sys.executable, "-m", "keepsight", "serve", f"model.id={folder / 'model'}", "model.device=cpu"]
     command += ["model.dtype=float32", "method=snapkv", f"budget={BUDGET}", "options={window: 8}", f"page={BLOCK}"]
-    command += [f"prefixes={library.root}", f"port={port}", "name=tiny", "vllm=true", "max_new_tokens=400"]
+    command += [f"prefixes={library.root}", f"port={port}", "name=tiny", "vllm=true", "max_new_tokens=400", "max_budget=128"]
     command += ["vllm_options={kv_cache_memory_bytes: 134217728}"]
     log = folder / "serve.log"
     environment = {"KEEPSIGHT_API_KEY": KEY, "TMPDIR": str(temporary_of(library))}
@@ -67,10 +67,10 @@ def server(library: Library) -> Iterator[Server]:
         yield running
 
 
-def long_case(library: Library, text: str) -> Case:
+def long_case(library: Library, text: str, budget: int = BUDGET) -> Case:
     """What `generate` answers for the last token of a prompt from which the rest was evicted."""
     ids = library.ids(library.before + text + library.after)
-    method = SnapKV(BUDGET, window=8, allocate=Global(page=BLOCK))
+    method = SnapKV(budget, window=8, allocate=Global(page=BLOCK))
     state = method.start(library.target.model, ids[:, :-1])
     return Case("", text, ids[0].tolist(), library.answer(state, ids[:, -1:], TOKENS))
 
@@ -87,6 +87,17 @@ def test_long_prompts_short_ones_and_prefixes_by_sixteen_clients(server, library
     assert server.metric("keepsight_kept_entries_total", KEY) == BUDGET * len(long)
     usage = server.client(KEY).completions.create(model="tiny", prompt=long[0].prompt, max_tokens=1).usage
     assert usage is not None and usage.prompt_tokens == BUDGET + 1
+
+
+def test_a_request_has_a_budget_of_its_own(server, library):
+    for budget in (64, 128):
+        cases = [long_case(library, text, budget) for text in TEXTS[:2]]
+        options = {"extra_body": {"keepsight": {"budget": budget}}}
+        assert [completed(server, case, key=KEY, **options) for case in cases] == [case.answer for case in cases]
+    for fields, param in (({"budget": 129}, "budget"), ({"budget": 16}, "budget"), ({"adapter": "law"}, "adapter")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            server.client(KEY).completions.create(model="tiny", prompt=TEXTS[0], extra_body={"keepsight": fields})
+        assert refused.value.param == f"keepsight.{param}"
 
 
 def test_what_is_refused_before_anything_is_read(server, library):

@@ -17,6 +17,7 @@ from keepsight import SnapKV
 from keepsight.serving.export import export
 from tests.serving.vllm.stock import (
     BLOCK,
+    TOKENS,
     TOPICS,
     Case,
     Library,
@@ -105,7 +106,8 @@ def bad_requests(library: Library, case: Case, tenant: Path, other: str) -> Iter
     yield PLAIN, {"prompt": [*alone[:-1], 40, 41]}, "placeholders"
     yield PLAIN, {"prompt": named}, "no question"
     yield *chat(f"{named} "), "no question"
-    yield *chat(f"See {named}Why?"), "within a text"
+    yield *chat("Why?", keepsight={"prefix": "0" * 32}), "no prefix"
+    yield *chat("Why?", keepsight={"budget": 128}), "no plain request"
     yield CHAT, {"messages": [{"role": "wizard", "content": f"{named}Why?"}]}, "no role 'wizard'"
     yield PLAIN, {"prompt": [1, *case.prompt]}, "must be the first"
     yield PLAIN, {"prompt": case.prompt, "echo": True}, "echo"
@@ -120,6 +122,20 @@ def bad_requests(library: Library, case: Case, tenant: Path, other: str) -> Iter
     yield "/v1/responses", {"input": f"{named}Why?"}, "/v1/chat/completions"
     yield PLAIN, {"prompt": f"{named}Why?", "max_tokens": 5000}, "max_tokens"
     yield PLAIN, {"prompt": f"{named}Why?", "temperature": -1}, "temperature"
+
+
+def test_a_prefix_is_named_beside_the_messages_and_text_about_it_is_text(server, library, cases):
+    case = cases["uniform"][0]
+    create: Any = server.client().chat.completions.create
+    for options in (
+        {"extra_body": {"keepsight": {"prefix": case.digest}, "return_token_ids": True}},
+        {"extra_body": {"return_token_ids": True}, "extra_headers": {"Keepsight-Prefix": case.digest}},
+    ):
+        turns = [{"role": "user", "content": case.question}]
+        reply = create(model="tiny", messages=turns, max_tokens=TOKENS, temperature=0, **options)
+        assert reply.choices[0].model_dump()["token_ids"] == case.answer
+    text = f"The words [[keepsight:{case.digest}]] stand for a document."
+    assert chatted(server, library.ordinary(text)) == library.ordinary(text).answer
 
 
 def test_what_cannot_be_answered_rightly_is_refused_in_one_line(server, library, cases, folder):
