@@ -52,7 +52,8 @@ def server(library: Library, page: int) -> Iterator[Server]:
     folder, port = library.root.parent, free_port()
     command = [sys.executable, "-m", "keepsight", "serve", f"model.id={folder / 'model'}", "model.device=cpu"]
     command += ["model.dtype=float32", "method=snapkv", f"budget={BUDGET}", "options={window: 8}", f"page={page}"]
-    command += ["vllm=true", "reader=vllm", f"port={port}", "name=tiny", "max_new_tokens=400", "prefix_bytes=1000TiB", "max_budget=128"]
+    command += ["vllm=true", "reader=vllm", f"port={port}", "name=tiny", "max_new_tokens=400", "prefix_bytes=1000TiB"]
+    command += ["max_budget=128"]
     command += ["vllm_options={kv_cache_memory_bytes: 134217728, max_num_batched_tokens: 256, block_size: 32}"]
     url = f"http://127.0.0.1:{port}"
     with process(url, folder / "serve.log", *command, TMPDIR=str(temporary_of(library))) as running:

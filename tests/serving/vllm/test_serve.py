@@ -46,7 +46,8 @@ def started(library: Library, port: int) -> Iterator[Server]:
     folder = library.root.parent
     command = [sys.executable, "-m", "keepsight", "serve", f"model.id={folder / 'model'}", "model.device=cpu"]
     command += ["model.dtype=float32", "method=snapkv", f"budget={BUDGET}", "options={window: 8}", f"page={BLOCK}"]
-    command += [f"prefixes={library.root}", f"port={port}", "name=tiny", "vllm=true", "max_new_tokens=400", "max_budget=128"]
+    command += [f"prefixes={library.root}", f"port={port}", "name=tiny", "vllm=true", "max_new_tokens=400"]
+    command += ["max_budget=128"]
     command += ["vllm_options={kv_cache_memory_bytes: 134217728}"]
     log = folder / "serve.log"
     environment = {"KEEPSIGHT_API_KEY": KEY, "TMPDIR": str(temporary_of(library))}
