@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keepsight import __version__
@@ -29,12 +29,8 @@ _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `keepsight COMMAND ...`; returns the exit status."""
-    quiet_libraries()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    print_any_text()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns every command about slow paths on a CPU
-    return _run_guarded(words)
+    return guarded(lambda: _dispatch(words))
 
 
 def _dispatch(words: list[str]) -> None:
@@ -126,10 +122,14 @@ def configuration(name: str, arguments: Sequence[str]) -> Any:
 # Errors
 
 
-def _run_guarded(words: list[str]) -> int:
-    """Run a command line; returns the exit status. An error that the user can fix is printed in one line."""
+def guarded(command: Callable[[], None]) -> int:
+    """Run a command; returns the exit status. An error that the user can fix is printed in one line."""
+    quiet_libraries()
+    print_any_text()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns every command about slow paths on a CPU
     try:
-        _dispatch(words)
+        command()
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from keepsight.commands.cli import guarded
 from keepsight.commands.recipe import recipes
-from keepsight.errors import UserError, printable
+from keepsight.errors import UserError
 from keepsight.files import free_bytes, one_writer, size_text
 from keepsight.models.model_files import cache_folder, dequantised, dequantised_folder
 from keepsight.models.parts import joined_file
@@ -58,11 +59,12 @@ def make(name: str, recipe: Any) -> None:
     final = dequantised_folder(digest)
     folder = cache_folder() / "parts" / final.name
     size = int(recipe.download)
+    needed = 2 * size - sum(path.stat().st_size for path in folder.glob("*.part"))  # a stopped run's parts are there
     free = free_bytes(folder)
-    if free < 2 * size:
+    if free < needed:
         raise UserError(
-            f"{folder}: the parts and their file take {size_text(2 * size)}, and {size_text(free)} are free; free some "
-            "space, or name another folder by KEEPSIGHT_CACHE=",
+            f"{folder}: the parts and their file take {size_text(needed)} more, and {size_text(free)} are free; free "
+            "some space, or name another folder by KEEPSIGHT_CACHE=",
             field="KEEPSIGHT_CACHE",
             code="memory",
         )
@@ -76,8 +78,4 @@ def make(name: str, recipe: Any) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        print(f"keepsight: error: {printable(str(error))}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(guarded(lambda: run(sys.argv[1:])))

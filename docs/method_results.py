@@ -10,7 +10,9 @@ row of the same run, method, question and budget is replaced; all others stay.
 import functools
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -137,24 +139,32 @@ def merged(rows: pd.DataFrame, lines: pd.DataFrame, names: list[str]) -> pd.Data
     return pd.concat([kept, lines])
 
 
+TableOf: TypeAlias = Callable[[Path, str], pd.DataFrame]
+"""Makes a file's rows of a run, from its folder and the processor; none where the run measured something else."""
+
+
+def add_runs(folders: Sequence[Path], processor: str, files: Mapping[str, tuple[TableOf, list[str]]]) -> None:
+    """Add runs to files of `results/`: by a file's name, what makes its rows, and the columns by which they replace."""
+    for name, (table_of, key_columns) in files.items():
+        path = ROOT / "results" / f"{name}.csv"
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        for folder in folders:
+            lines = table_of(folder, processor)
+            if not lines.empty:
+                rows = merged(rows, lines.astype(str), key_columns)
+        write_text(path, rows.to_csv(index=False, lineterminator="\n"))
+
+
 def main(arguments: list[str]) -> None:
     """Add the runs in the folders of the arguments, measured on the processor that the first one names."""
     processor_argument, *folders = arguments
     if not processor_argument.startswith("processor=") or not folders:
         sys.exit("expected processor=NAME and folders of evaluations, see the first lines of this file")
-    processor = processor_argument.partition("=")[2]
-    files = {
+    files: dict[str, tuple[TableOf, list[str]]] = {
         "methods": (summarized, ["method", "question", "budget", "run"]),
         "methods_differences": (differences, ["method", "minus", "question", "budget", "run"]),
     }
-    for name, (table_of, key_columns) in files.items():
-        path = ROOT / "results" / f"{name}.csv"
-        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-        for folder in folders:
-            lines = table_of(Path(folder), processor)
-            if not lines.empty:
-                rows = merged(rows, lines.astype(str), key_columns)
-        write_text(path, rows.to_csv(index=False, lineterminator="\n"))
+    add_runs([*map(Path, folders)], processor_argument.partition("=")[2], files)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ read; a new family of tests/families.py in docs/models.md. The plot of README is
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from keepsight.commands.recipe import presets
-from keepsight.eval.report.figures import STYLES, look
+from keepsight.eval.report.figures import GRID, STYLES, TEXT, look
 from keepsight.files import size_text, write_text
 from keepsight.runtime.catalogue import descriptions
 from keepsight.runtime.generate import SECTIONS
@@ -852,6 +852,194 @@ def figures_table() -> str:
     return markdown_table(lines, ["figure", "setting", "measured", "samples", "run"])
 
 
+DRAFTED = "Qwen/Qwen2.5-Coder-1.5B-Instruct"
+"""The model whose draft is the 0.5B."""
+
+
+def short_model(name: str) -> str:
+    """A model's Hub id without its owner."""
+    return name.rpartition("/")[2]
+
+
+def entries_title(budget: str) -> str:
+    """The heading of a column of a budget: of entries, or of a share of the prompt."""
+    if "." in budget:
+        return f"{100 * float(budget):g} % of the prompt"
+    return f"{thousands(budget)} entries"
+
+
+def with_interval(row: pd.Series) -> str:
+    """A score with its interval where it has one, and the excess NLL."""
+    interval = ""
+    if row["score_low"]:
+        interval = f" ({float(row['score_low']):.2f} to {float(row['score_high']):.2f})"
+    return f"{float(row['score']):.2f}{interval} / {float(row['excess_nll']):.2f}"
+
+
+def with_first_token(row: pd.Series) -> str:
+    """As `with_interval`, and the seconds to the first token."""
+    return f"{with_interval(row)}, {float(row['first_s']):.1f} s"
+
+
+def budget_table(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
+    """Rows of `real_models.csv` as a table: a line per method, a column per budget; lines that are equal are joined.
+
+    The full cache has its values in each column.
+    """
+    budgets = sorted({*rows["budget"]} - {""}, key=float)
+    origin = ["date", "processor", "run"]
+    lines = []
+    for (method, _), of_method in rows.groupby(["method", "run"], sort=False):
+        cells = {row["budget"]: cell(row) for _, row in of_method.iterrows()}
+        line = {"method": marked(OURS if method.startswith("LookaheadKV") else method, method)}
+        for budget in budgets:
+            line[entries_title(budget)] = cells.get(budget, cells.get("", "–"))
+        lines.append(line | dict(of_method[["samples", *origin]].iloc[0]))
+    table = pd.DataFrame(lines)
+    values = [title for title in table if title not in origin]
+    return markdown_table(table.groupby(values, sort=False)[origin].agg(joined).reset_index())
+
+
+def of_tasks(heading: str, tasks: str, by: Sequence[str]) -> str:
+    """A section of `real_models.csv`: a table for each model, and each value of `by`; nothing without rows."""
+    rows = read("real_models")
+    rows = rows[(rows["tasks"] == tasks) & (rows["model"] != DRAFTED)]
+    parts = [f"## {heading}\n"]
+    for names, of_part in rows.groupby(["model", *by], sort=False):
+        model, *values = names
+        titles = [short_model(model)]
+        for column, value in zip(by, values, strict=True):
+            titles.append(f"question {value}" if column == "question" else f"{thousands(value)} tokens")
+        parts.append(f"### {', '.join(titles)}\n\n{budget_table(of_part, with_interval)}")
+    return "\n" + "\n".join(parts) + "\n" if len(parts) > 1 else ""
+
+
+def models_ruler_tables() -> str:
+    """RULER's 13 tasks with real models, by the length of their prompts."""
+    return of_tasks("RULER by prompt length", "RULER", ["length", "question"])
+
+
+def models_prompts_tables() -> str:
+    """Real prompts with real models, the question seen and unseen."""
+    return of_tasks("Real prompts", "real prompts", ["question"])
+
+
+def models_code_tables() -> str:
+    """Tasks about code with real models."""
+    return of_tasks("Code", "code", ["question"])
+
+
+def models_drafts_tables() -> str:
+    """The model with a real draft: a table for each run, then how close the draft's importance is to the answer's."""
+    rows = read("real_models")
+    rows = rows[rows["model"] == DRAFTED]
+    parts = []
+    for (_, tasks, length), of_run in rows.groupby(["run", "tasks", "length"], sort=False):
+        title = f"### {short_model(DRAFTED)}, {tasks}, {thousands(length)} tokens"
+        parts.append(f"{title}\n\n{budget_table(of_run, with_first_token)}")
+    importance = read("real_models_importance")
+    for (model, _), of_run in importance.groupby(["model", "run"], sort=False):
+        columns = ["method", "budget", "recall", "mass", "correlation", "tau", "samples", "date", "processor", "run"]
+        title = f"### {short_model(model)}: predicted importance against the answer's"
+        parts.append(f"{title}\n\n{markdown_table(of_run[columns])}")
+    return "\n## A real draft\n\n" + "\n".join(parts) + "\n" if parts else ""
+
+
+FOUND = {0.0: "○", 1.0: "●"}
+"""Signs for needles that were not found and that were."""
+
+
+def models_needles_tables() -> str:
+    """Needles by length and depth: a sign for each depth, from the beginning of the text to its end."""
+    rows = read("real_models_needles")
+    parts = []
+    for (model, kind), of_kind in rows.groupby(["model", "kind"], sort=False):
+        lengths = sorted({*of_kind["length"]}, key=int)
+        lines = []
+        for (method, budget), of_method in of_kind.groupby(["method", "budget"], sort=False):
+            line = {"method": marked(OURS if method.startswith("LookaheadKV") else method, method)}
+            line["entries"] = thousands(budget) or "all"
+            for length in lengths:
+                at_length = of_method[of_method["length"] == length]
+                scores = at_length["score"].astype(float).groupby(at_length["depth"].astype(float)).mean()
+                signs = "".join(FOUND.get(score, "◐") for score in scores)
+                line[f"{thousands(length)} tokens"] = signs or "–"
+            lines.append(line | of_method[["date", "processor", "run"]].agg(joined).to_dict())
+        parts.append(f"### {short_model(model)}, {kind} needle\n\n{markdown_table(pd.DataFrame(lines))}")
+    return "\n## Needles by length and depth\n\n" + "\n".join(parts) + "\n" if parts else ""
+
+
+def models_speed_table() -> str:
+    """First token and decoding step of real models."""
+    rows = read("real_models_speed")
+    if rows.empty:
+        return ""
+    shown = rows.assign(
+        model=rows["model"].map(short_model),
+        tokens=rows["tokens"].map(thousands),
+        budget=[thousands(budget) or "all" for budget in rows["budget"]],
+    )
+    titles = {"budget": "entries", "first_s": "first token, s", "step_ms": "a step, ms", "kv_mib": "KV MiB"}
+    return f"\n## Speed\n\n{markdown_table(shown.rename(columns=titles))}\n"
+
+
+def minutes(seconds: str) -> str:
+    """Seconds as minutes; a dash for a stage that was not run."""
+    return f"{int(seconds) / 60:.1f}" if seconds else "–"
+
+
+def needles_of_fit(fit: pd.Series) -> tuple[list[str], str]:
+    """Needles that the full cache, the module and SnapKV find, as `4 of 5`, and the run: the one of most samples.
+
+    Beside the fit's own evaluation, these are needles of the same length and budget in `real_models.csv`.
+    """
+    own = [fit["full"], fit["lookaheadkv"], fit["snapkv"]]
+    rows = read("real_models").query("tasks == 'needles' and question == 'seen'")
+    rows = rows[(rows["model"] == fit["model"]) & (rows["length"] == fit["length"])]
+    most = int(own[0].rpartition(" ")[2])
+    found = own, fit["run"]
+    for run, of_run in rows.groupby("run", sort=False):
+        if int(of_run["samples"].iloc[0]) <= most:
+            continue
+        counts = []
+        for name in ("full cache", "LookaheadKV", "SnapKV"):
+            of_method = of_run[of_run["method"].str.startswith(name) & of_run["budget"].isin(["", fit["budget"]])]
+            for _, row in of_method.iloc[:1].iterrows():
+                counts.append(f"{float(row['score']) * int(row['samples']):.0f} of {row['samples']}")
+        if len(counts) == len(own):
+            most = int(of_run["samples"].iloc[0])
+            found = counts, run
+    return found
+
+
+def fits_table() -> str:
+    """What `keepsight fit limit=48` takes and gives, for models of three families."""
+    rows = read("fits")
+    lines = []
+    for _, row in rows.iterrows():
+        (full, ours, snapkv), run = needles_of_fit(row)
+        stages = " / ".join(minutes(row[f"{stage}_s"]) for stage in ("answers", "importance", "eviction"))
+        lines.append(
+            {
+                "model": short_model(row["model"]),
+                "prompts": row["samples"],
+                "minutes: answers / importance / eviction": stages,
+                "evaluation": minutes(row["evaluation_s"]),
+                "in all": minutes(row["total_s"]),
+                "peak MiB": thousands(row["peak_mib"]),
+                "prompts of the test": f"{thousands(row['length'])} tokens",
+                "needles: full cache": full,
+                f"LookaheadKV, {row['budget']} entries": ours,
+                f"SnapKV, {row['budget']} entries": snapkv,
+                **row[["date", "processor"]],
+                "run": joined([row["run"], run]),
+            }
+        )
+    if not lines:
+        return ""
+    return f"\n## A module in minutes\n\n{markdown_table(pd.DataFrame(lines).fillna('–'))}\n"
+
+
 TABLE_FUNCTIONS = {
     "method-classes": method_classes,
     "families": families_table,
@@ -876,6 +1064,13 @@ TABLE_FUNCTIONS = {
     "nats": nats_table,
     "presets": presets_table,
     "figures": figures_table,
+    "models-ruler": models_ruler_tables,
+    "models-prompts": models_prompts_tables,
+    "models-code": models_code_tables,
+    "models-drafts": models_drafts_tables,
+    "models-needles": models_needles_tables,
+    "models-speed": models_speed_table,
+    "fits": fits_table,
 }
 """Tables that are more than a selection of a file: the function that makes each."""
 
@@ -933,8 +1128,77 @@ def draw() -> Figure:
     return figure
 
 
+NEEDLE_STYLES = {
+    "full cache": STYLES["full"],
+    "SnapKV": STYLES["snapkv"],
+    "LAQ": STYLES["laq"],
+    "LookaheadKV": STYLES["lookaheadkv"],
+}
+"""The methods of the plot of needles by the first words of their names, and their styles."""
+LIGHT = ("white", TEXT, GRID)
+DARK = ("#0d1117", "#e6edf3", "#30363d")
+"""The colours of background, text and grid, as GitHub's pages have them."""
+
+
+def needles_figure(colours: tuple[str, str, str]) -> Figure | None:
+    """The share of single needles found against the length, a row per model, a panel per budget; None without rows."""
+    rows = read("real_models_needles").query("kind == 'single'")
+    if rows.empty:
+        return None
+    rows = rows.astype({"length": int, "score": float})
+    models = [*rows["model"].unique()]
+    budgets = sorted({*rows["budget"]} - {""}, key=int)
+    background, text, grid = colours
+    figure = Figure(figsize=(3 * len(budgets) + 0.3, 2.4 * len(models) + 0.5), dpi=150, layout="constrained")
+    panels = figure.subplots(len(models), len(budgets), squeeze=False, sharex="row", sharey=True)
+    for model, row_of_panels in zip(models, panels, strict=True):
+        for budget, axes in zip(budgets, row_of_panels, strict=True):
+            shown = rows[(rows["model"] == model) & rows["budget"].isin(["", budget])]
+            for name, style in NEEDLE_STYLES.items():
+                of_name = shown[shown["method"].str.startswith(name)]
+                if of_name.empty:
+                    continue
+                lengths_of = of_name.groupby("method")["length"].nunique()
+                of_method = of_name[of_name["method"] == lengths_of.idxmax()]  # of its variants
+                means = of_method.groupby("length")["score"].mean()
+                look_of_line = {"color": style.colour, "linewidth": 1.4, "marker": style.marker, "label": name}
+                if name == "full cache":
+                    look_of_line["color"] = text
+                if name == "LookaheadKV":
+                    look_of_line["linewidth"] = 2.4
+                axes.plot(means.index, means, style.line, **look_of_line)
+            lengths = sorted({*shown["length"]})
+            axes.set(xscale="log", ylim=(-0.05, 1.05), title=f"{short_model(model)}, {thousands(budget)} entries")
+            axes.xaxis.set(major_locator=FixedLocator(lengths), minor_locator=NullLocator())
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            look(axes)
+            axes.grid(axis="y", color=grid, linewidth=0.6)
+            axes.set_facecolor(background)
+            axes.title.set(fontsize=8.5, color=text)
+            axes.tick_params(labelsize=7.5, colors=text)
+            axes.spines[["left", "bottom"]].set_color(text)
+    figure.supxlabel("tokens of the prompt", fontsize=8.5, color=text)
+    figure.supylabel("needles found", fontsize=8.5, color=text)
+    lines = {}
+    for axes in panels.flat:
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            lines[label] = line
+    legend = {"loc": "outside upper center", "ncols": 4, "frameon": False, "fontsize": 8.5, "labelcolor": text}
+    figure.legend(lines.values(), lines.keys(), **legend)
+    return figure
+
+
+def draw_needles() -> None:
+    """Draw the plot of needles for light and for dark pages, once something was measured."""
+    for name, colours in (("needles.png", LIGHT), ("needles_dark.png", DARK)):
+        figure = needles_figure(colours)
+        if figure is not None:
+            figure.savefig(ROOT / "docs" / "images" / name, facecolor=colours[0])
+
+
 if __name__ == "__main__":
     for page in PAGES:
         write_text(page, with_tables(page.read_text("utf-8")))
     write_text(STUB, stub())
     draw().savefig(ROOT / "docs" / "images" / "excess_nll.png", facecolor="white")
+    draw_needles()

@@ -298,5 +298,14 @@ def _unpacked() -> dict[str, Any]:
 
 
 def published_name(reference: str) -> str:
-    """The name under which a model may be published: a Hub id as it is, a folder's or file's name without its path."""
-    return Path(reference).resolve().name if Path(reference).exists() else reference
+    """The name under which a model may be published: a Hub id as it is, a folder's or file's name without its path.
+
+    A snapshot in the Hub's cache, `.../models--OWNER--NAME/snapshots/COMMIT`, has the Hub id that its path tells.
+    """
+    if not Path(reference).exists():
+        return reference
+    path = Path(reference).resolve()
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name

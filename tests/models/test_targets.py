@@ -24,7 +24,7 @@ from keepsight.models.decoder import context_of, require_supported
 from keepsight.models.identity import Identity, folder_version, record_version, template_digest, version_of
 from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.model_files import dequantised_folder, installed_file, located
+from keepsight.models.model_files import dequantised_folder, installed_file, located, published_name
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, Resources, make_method
@@ -481,3 +481,13 @@ def test_yarn_of_the_layers_with_full_attention_counts():
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": rope, "sliding_attention": plain})
     assert context_of(model) == 1024
+
+
+def test_a_folder_is_published_by_its_name_and_a_snapshot_by_its_hub_id(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--ada--tiny-1.5B" / "snapshots" / "0123abc"
+    for folder in (snapshot, tmp_path / "mine" / "snapshots" / "tiny"):
+        folder.mkdir(parents=True)
+    assert published_name(str(snapshot)) == "ada/tiny-1.5B"
+    assert published_name(f"{snapshot}/") == "ada/tiny-1.5B"
+    assert published_name(str(tmp_path / "mine" / "snapshots" / "tiny")) == "tiny"
+    assert published_name("ada/tiny") == "ada/tiny"
