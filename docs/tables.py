@@ -1040,6 +1040,25 @@ def fits_table() -> str:
     return f"\n## A module in minutes\n\n{markdown_table(pd.DataFrame(lines).fillna('–'))}\n"
 
 
+def front_fits_table() -> str:
+    """README's table of `keepsight fit limit=48`: minutes, and the needles found from 64 and from 128 entries."""
+    scores = read("real_models").query("tasks == 'needles' and question == 'seen'")
+    lines = []
+    for _, fit in read("fits").iterrows():
+        (full, *_), run = needles_of_fit(fit)
+        of_run = scores[scores["run"] == run]
+        line = {"model": short_model(fit["model"]), "minutes": minutes(fit["total_s"]), "full cache": full}
+        for name in ("LookaheadKV", "LAQ", "SnapKV"):
+            of_method = of_run[of_run["method"].str.startswith(name)].set_index("budget")
+            counts = []
+            for budget in ("64", "128"):
+                row = of_method.loc[budget]
+                counts.append(f"{float(row['score']) * int(row['samples']):.0f}")
+            line[name] = " / ".join(counts)
+        lines.append(line)
+    return markdown_table(pd.DataFrame(lines))
+
+
 TABLE_FUNCTIONS = {
     "method-classes": method_classes,
     "families": families_table,
@@ -1071,6 +1090,7 @@ TABLE_FUNCTIONS = {
     "models-needles": models_needles_tables,
     "models-speed": models_speed_table,
     "fits": fits_table,
+    "front-fits": front_fits_table,
 }
 """Tables that are more than a selection of a file: the function that makes each."""
 
