@@ -8,6 +8,7 @@ A folder is the output of `keepsight eval`, `bench importance`, `bench decode` o
 rows in the files are replaced, all others stay. A run that was stopped has the rows of what it has measured.
 
     real_models             scores and excess NLL with 95 % intervals, by model, tasks, length, method and budget
+    real_models_differences the same of LookaheadKV minus each other method, paired
     real_models_needles     needles by length and depth, of evaluations whose samples have a depth
     real_models_importance  how close predicted importance is to the answer's
     real_models_speed       first token and decoding step
@@ -29,7 +30,7 @@ from docs.method_results import ROOT, TableOf, add_runs, text_of
 from keepsight.data_gen.store import finished_manifest
 from keepsight.eval.record import RESULTS, Row
 from keepsight.eval.report.figures import label_of
-from keepsight.eval.report.summary import kind_of, mean_over_tasks, summarize
+from keepsight.eval.report.summary import difference, kind_of, mean_over_tasks, summarize
 from keepsight.eval.results import Run, read_run
 from keepsight.files import read_jsonl, write_text
 from keepsight.runtime.registry import METHODS
@@ -111,26 +112,57 @@ def scores_of(folder: Path, processor: str) -> pd.DataFrame:
         means = mean_over_tasks(summarize(rows))
         for mean in means[means["n"] == means["n"].max()].itertuples():
             firsts = [row.time_to_first_token for row in rows if row.cell == (mean.method, mean.budget)]
-            score_low, score_high = mean.score.interval or (float("nan"), float("nan"))
-            excess_low, excess_high = mean.excess_nll.interval or (float("nan"), float("nan"))
-            lines.append(
-                {
-                    "model": run.target["name"],
-                    "tasks": tasks_of(run),
-                    "question": rows[0].question,
-                    "length": str(length),
-                    "method": shown(mean.method, run.settings.get("adapter")),
-                    "budget": "" if mean.budget is None else f"{mean.budget:g}",
-                    "score": text_of(mean.score.value, 3),
-                    "score_low": text_of(score_low, 3),
-                    "score_high": text_of(score_high, 3),
-                    "excess_nll": text_of(mean.excess_nll.value, 3),
-                    "excess_low": text_of(excess_low, 3),
-                    "excess_high": text_of(excess_high, 3),
-                    "first_s": text_of(median(firsts), 2),
-                    "samples": str(mean.n),
-                }
-            )
+            line = {
+                "model": run.target["name"],
+                "tasks": tasks_of(run),
+                "question": rows[0].question,
+                "length": str(length),
+                "method": shown(mean.method, run.settings.get("adapter")),
+                "budget": "" if mean.budget is None else f"{mean.budget:g}",
+                **estimates_of(mean),
+                "first_s": text_of(median(firsts), 2),
+                "samples": str(mean.n),
+            }
+            lines.append(line)
+    date = max(row.date for row in run.rows)
+    return pd.DataFrame(lines).assign(date=date, processor=processor, run=folder.name)
+
+
+def estimates_of(mean: Any) -> dict[str, str]:
+    """Score and excess NLL of a mean over tasks, or of a difference of two, each with its 95 % interval."""
+    cells = dict[str, str]()
+    for name, prefix, estimate in (("score", "score", mean.score), ("excess_nll", "excess", mean.excess_nll)):
+        low, high = estimate.interval or (float("nan"), float("nan"))
+        cells[name] = text_of(estimate.value, 3)
+        cells[f"{prefix}_low"] = text_of(low, 3)
+        cells[f"{prefix}_high"] = text_of(high, 3)
+    return cells
+
+
+def differences_of(folder: Path, processor: str) -> pd.DataFrame:
+    """A line per length, method and budget: LookaheadKV's means minus that method's, over the same samples."""
+    if not (folder / RESULTS).is_file():
+        return pd.DataFrame()
+    run = read_run(folder)
+    lines = list[dict[str, str]]()
+    for length, rows in by_length(run).items():
+        means = mean_over_tasks(summarize(rows))
+        is_ours = means["method"] == "lookaheadkv"
+        others = means[~is_ours & means["budget"].notna()]
+        for pair in difference(means[is_ours], others, on="order").itertuples():
+            line = {
+                "model": run.target["name"],
+                "tasks": tasks_of(run),
+                "question": rows[0].question,
+                "length": str(length),
+                "method": shown(pair.against, run.settings.get("adapter")),
+                "budget": f"{pair.budget:g}",
+                **estimates_of(pair),
+                "samples": str(pair.n),
+            }
+            lines.append(line)
+    if not lines:
+        return pd.DataFrame()
     date = max(row.date for row in run.rows)
     return pd.DataFrame(lines).assign(date=date, processor=processor, run=folder.name)
 
@@ -289,6 +321,7 @@ def public_command(command: str, name: str) -> str:
 
 FILES: dict[str, tuple[TableOf, list[str]]] = {
     "real_models": (scores_of, ["run"]),
+    "real_models_differences": (differences_of, ["run"]),
     "real_models_needles": (needles_of, ["run"]),
     "real_models_importance": (importance_of, ["run"]),
     "real_models_speed": (speed_of, ["run"]),

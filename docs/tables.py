@@ -914,6 +914,25 @@ def of_tasks(heading: str, tasks: str, by: Sequence[str]) -> str:
     return "\n" + "\n".join(parts) + "\n" if len(parts) > 1 else ""
 
 
+def models_differences_tables() -> str:
+    """LookaheadKV minus each other method in score, over the same samples, with paired intervals."""
+    rows = read("real_models_differences")
+    parts = ["## LookaheadKV minus other methods, in score\n"]
+    for names, of_part in rows.groupby(["model", "tasks", "question", "length"], sort=False):
+        model, tasks, question, length = names
+        title = f"{short_model(model)}, {tasks}, question {question}, {thousands(length)} tokens"
+        parts.append(f"### {title}\n\n{budget_table(of_part, signed_score)}")
+    return "\n" + "\n".join(parts) + "\n" if len(parts) > 1 else ""
+
+
+def signed_score(row: pd.Series) -> str:
+    """A difference in score with its sign and interval."""
+    text = f"{float(row['score']):+.3f}"
+    if row["score_low"] == "":
+        return text
+    return f"{text} ({float(row['score_low']):+.3f} to {float(row['score_high']):+.3f})"
+
+
 def models_ruler_tables() -> str:
     """RULER's 13 tasks with real models, by the length of their prompts."""
     return of_tasks("RULER by prompt length", "RULER", ["length", "question"])
@@ -1087,6 +1106,7 @@ TABLE_FUNCTIONS = {
     "models-prompts": models_prompts_tables,
     "models-code": models_code_tables,
     "models-drafts": models_drafts_tables,
+    "models-differences": models_differences_tables,
     "models-needles": models_needles_tables,
     "models-speed": models_speed_table,
     "fits": fits_table,
