@@ -73,7 +73,7 @@ def starting_beside_vllm(target: Target, folder: Path, log: Path) -> Iterator[Se
     command += ["method=snapkv", f"budget={VLLM_BUDGET}", "options={window: 8}", "vllm=true", f"port={port}"]
     command += ["name=tiny", "max_new_tokens=2000", "max_bytes=65536"]
     options = "kv_cache_memory_bytes: 134217728, enable_auto_tool_choice: true, tool_call_parser: hermes"
-    command += [f"vllm_options={{{options}}}"]
+    command += [f"vllm_options={{{options}, shutdown_timeout: 120}}"]  # a busy machine answers slowly
     environment = {
         "KEEPSIGHT_API_KEY": "any",
         "VLLM_NO_USAGE_STATS": "1",

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from keepsight import DapQ, SnapKV
+from keepsight.commands.serve import _prefix_folder
 from keepsight.models.decoder import decoder_of
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.allocate import Uniform
@@ -315,6 +316,34 @@ def test_a_worker_that_stops_refuses_at_once_and_leaves_prefixes_in_use(
             assert files(tmp_path) == {used}
 
     talk(worker, socket, conversation)
+
+
+def test_servers_share_a_folder_of_named_prefixes_and_no_other(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the old and the new one of a rolling restart: what ends removes nothing that the other answers from."""
+    monkeypatch.setattr("keepsight.serving.vllm.folder.MEMORY", tmp_path)
+    named = tmp_path / "named"
+    document, _ = export(target.model, started(target, SnapKV(140, window=8)), named)
+
+    async def ask(worker: Worker) -> str:
+        serving = asyncio.create_task(worker.serve(worker.root / "socket"))
+        try:
+            return str((await asked(worker.root / "socket", LONG))["id"])
+        finally:
+            serving.cancel()
+
+    with _prefix_folder(tmp_path, 1) as new_folder:
+        new = Worker(target, SnapKV(140, window=8), new_folder, page=0, waiting=2)
+        with _prefix_folder(tmp_path, 1) as old_folder:
+            old = Worker(target, SnapKV(140, window=8), old_folder, page=0, waiting=2)
+            name = asyncio.run(ask(old))
+            assert asyncio.run(ask(new)) == name, "the same prompt has the same name"
+            old.close()
+        assert files(new_folder) == {name} and files(named) == {document} and not old_folder.exists()
+        assert PrefixStore(named, new_folder).tensors(name) and PrefixStore(named).tensors(document)
+        new.close()
+    assert files(named) == {document}
 
 
 def test_a_full_disk_is_named_to_the_client_and_in_the_log(

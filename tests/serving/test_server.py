@@ -21,7 +21,7 @@ from keepsight.runtime.generate import generate
 from keepsight.serving.engine import Engine
 from keepsight.serving.requests import ChatRequest, first_fault, prompt_of
 from keepsight.serving.server import Service
-from tests.serving.loopback import METHOD, serving
+from tests.serving.loopback import METHOD, serving, wait_until
 from tests.tiny import base_tokenizer, save_tiny_target, tiny_model
 from tests.tokenizers import TOOL_TEMPLATE, scripted, tokenizers_of_all_kinds
 
@@ -212,6 +212,27 @@ def test_a_client_that_leaves_before_the_first_event(target):
     with engine:
         asyncio.run(visit())
     assert engine.totals.ended["cancelled"] == 1 and engine.totals.generated_tokens < 1000
+
+
+def test_many_clients_leave_in_the_middle_of_their_answers(target):
+    with serving(target, rows=8, waiting=200) as (url, engine):
+
+        def leave(number: int) -> None:
+            body = {"model": "tiny", "prompt": f"{number} {TEXTS[1]}", "max_tokens": 2000, "stream": True}
+            with httpx.stream("POST", url + PLAIN, json=body | {"ignore_eos": True}, timeout=120) as reply:
+                assert any(line.startswith("data: ") for line in reply.iter_lines())
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(leave, range(130)))
+        wait_until(lambda: engine.load == (0, 0))
+        assert engine.totals.ended["cancelled"] == 130 and engine.kv_bytes == 0
+        asked = {"model": "tiny", "prompt": TEXTS[5], "max_tokens": 8}
+        assert completion(url, asked, stream=False)[0] == alone(target, TEXTS[5], 8)
+
+
+def test_an_answer_beyond_the_servers_names_the_option_that_allows_it(served):
+    reply = httpx.post(served[0] + PLAIN, json={"model": "tiny", "prompt": "a", "max_tokens": 2001})
+    assert reply.status_code == 400 and "at most 2000, which its option max_new_tokens= raises" in reply.text
 
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"

@@ -12,6 +12,7 @@ from threading import Barrier
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from keepsight import SnapKV
@@ -93,8 +94,9 @@ def test_long_prompts_short_ones_and_prefixes_by_sixteen_clients(server, library
 def test_a_request_has_a_budget_of_its_own(server, library):
     for budget in (64, 128):
         cases = [long_case(library, text, budget) for text in TEXTS[:2]]
-        options = {"extra_body": {"keepsight": {"budget": budget}}}
-        assert [completed(server, case, key=KEY, **options) for case in cases] == [case.answer for case in cases]
+        chosen = {"keepsight": {"budget": budget}}
+        answers = [completed(server, case, key=KEY, extra_body=chosen) for case in cases]
+        assert answers == [case.answer for case in cases]
     for fields, param in (({"budget": 129}, "budget"), ({"budget": 16}, "budget"), ({"adapter": "law"}, "adapter")):
         with pytest.raises(openai.BadRequestError) as refused:
             server.client(KEY).completions.create(model="tiny", prompt=TEXTS[0], extra_body={"keepsight": fields})
@@ -164,3 +166,19 @@ def test_a_deploy_ends_no_answer_and_a_crash_leaves_nothing(library):
             reasons = [future.result() for future in answers]
         assert {*reasons} <= {"length", "stop"} and server.process.wait(90) == 0
     assert not [*temporary.glob(own)]
+
+
+def test_the_command_ends_with_vllms_engine(library):
+    """Killed in mid-answer: the client is told, and the command ends with a line that says why."""
+    folders = {*temporary_of(library).glob("keepsight-serve-*")}
+    with started(library, free_port()) as server:
+        chunks = server.client(KEY).completions.create(model="tiny", prompt=TEXTS[1], max_tokens=400, stream=True)
+        next(iter(chunks))
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        (engine,) = [process for process in processes if "EngineCore" in " ".join(process.cmdline())]
+        engine.kill()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for _ in chunks:
+                pass
+        assert server.process.wait(90) == 2 and "vLLM's server ended with status" in server.log.read_text()
+    assert {*temporary_of(library).glob("keepsight-serve-*")} <= folders, "its own is removed"
