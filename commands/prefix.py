@@ -30,7 +30,7 @@ from keepsight.models.identity import identity_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving import sglang
-from keepsight.serving.export import export, placeholders_of
+from keepsight.serving.export import export, placeholders_of, require_no_windows
 from keepsight.serving.prefix import MARK, PrefixStore, split_at_mark
 
 INDEX = "index.jsonl"
@@ -57,7 +57,9 @@ def run(config: Config) -> None:
     if config.engine == "sglang":
         sglang_page = config.page or sglang.PAGE
         config = replace(config, page=0)  # heads keep equal numbers
-    method = prefix_method(config, resources_of(config, without_weights(config)))
+    outline = without_weights(config)
+    require_no_windows(outline.model)
+    method = prefix_method(config, resources_of(config, outline))
     target = target_of(config)
     writer = Writer(config, target, method, sglang_page)
 

@@ -56,6 +56,7 @@ class HarnessModel(TemplateLM):
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, ...; the harness gives its own `--device`, cuda:0 by default: the CPU without a GPU.
         attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
+        chat_template: A Jinja file with the chat template for `--apply_chat_template`; the tokenizer's by default.
         max_length: Longest context with its answer, in tokens; the base model's by default. Longer contexts lose their
             beginning, as with the harness's own models.
         batch_size: Must be 1: contexts are compressed one at a time.
@@ -78,6 +79,7 @@ class HarnessModel(TemplateLM):
         dtype: str = "auto",
         device: str | None = "auto",
         attention: str = "auto",
+        chat_template: str | None = None,
         max_length: int | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
@@ -94,10 +96,11 @@ class HarnessModel(TemplateLM):
             print(f"device={device}: this machine has no GPU that torch can use; running on the CPU", file=sys.stderr)
             device = "cpu"
         loading: dict[str, Any] = {"dtype": dtype, "device": device or "auto", "attention": attention}
+        files = {"revision": revision, "chat_template": chat_template, **packaged_of(pretrained)}
         try:
-            self.target = load_target(pretrained, revision=revision, **packaged_of(pretrained), **loading)
-        except UserError as error:  # which names the key of keepsight's own commands
-            raise error.reworded(str(error).replace("model.id=", "pretrained=")) from None
+            self.target = load_target(pretrained, **files, **loading)
+        except UserError as error:
+            raise _in_the_harness(error) from None
         self.model = self.target.model
         self.tokenizer: Any = self.target.tokenizer
         self._device = self.model.device
@@ -132,9 +135,13 @@ class HarnessModel(TemplateLM):
 
     @override
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        if add_generation_prompt:
-            return chat_text(self.tokenizer, chat_history)
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, continue_final_message=True))
+        ending: dict[str, Any] = {}
+        if not add_generation_prompt:
+            ending = {"add_generation_prompt": False, "continue_final_message": True}
+        try:
+            return chat_text(self.tokenizer, chat_history, **ending)
+        except UserError as error:
+            raise _in_the_harness(error) from None
 
     @override
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -224,6 +231,12 @@ class _Answer(StoppingCriteria):
             self.text.add(token)
         self._read = input_ids.shape[1]
         return torch.tensor([self.text.has_stopped], device=input_ids.device)
+
+
+def _in_the_harness(error: UserError) -> UserError:
+    """The error with the harness's names of the keys that keepsight's own commands have."""
+    message = str(error).replace("model.id=", "pretrained=").replace("model.chat_template=", "chat_template=")
+    return error.reworded(message)
 
 
 def _stops_of(until: list[Any]) -> list[str]:

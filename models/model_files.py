@@ -78,6 +78,8 @@ def located(
         return Path(model_id), folder_version(Path(model_id)), {}
     if Path(model_id).exists():
         return *_dequantised_gguf(Path(model_id)), {}
+    if model_id.lower().endswith(".gguf"):  # FOLDER/FILE.gguf looks like a Hub id
+        raise UserError(f"model {model_id!r}: no such file; check its path", field="model.id", code="missing")
     try:
         validate_repo_id(model_id)
     except HFValidationError:

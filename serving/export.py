@@ -23,7 +23,15 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import json_digest
-from keepsight.models.decoder import FULL, decoder_layers, decoder_of, has_latents
+from keepsight.models.decoder import (
+    BOUNDED,
+    FULL,
+    WITHOUT_CACHE,
+    decoder_layers,
+    decoder_of,
+    has_latents,
+    layer_kinds,
+)
 from keepsight.models.identity import Identity, identity_of
 from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
@@ -132,6 +140,26 @@ def _is_interleaved(attention: Any, pairs: int) -> bool:
     return pairs > 1 and bool(rotated[0, 0, 0, 1] != 0)
 
 
+def require_no_windows(model: PreTrainedModel) -> None:
+    """Refuse a model that no prefix can be made for, by its configuration, before its weights are read.
+
+    Raises:
+        UserError: some of its layers keep a window or a state.
+    """
+    for kind in layer_kinds(model.config):
+        if kind in BOUNDED and kind not in WITHOUT_CACHE:
+            raise _window_error(model, kind)
+
+
+def _window_error(model: PreTrainedModel, layer: str) -> UserError:
+    return UserError(
+        f"{model.config.model_type} has layers with {layer}, whose window or state is not that of a shorter prompt; "
+        "serve a model whose layers all have full attention",
+        field="model",
+        code="model",
+    )
+
+
 @torch.no_grad()
 def turned(model: PreTrainedModel, state: State, entries: int, *, compare: bool = True) -> State:
     """A state with its keys rotated to the positions of a prompt of `entries` tokens, where the next token follows.
@@ -147,12 +175,7 @@ def turned(model: PreTrainedModel, state: State, entries: int, *, compare: bool 
     kind = model.config.model_type
     for layer in state.cache.layers:
         if is_bounded(layer):
-            raise UserError(
-                f"{kind} has layers with a {type(layer).__name__}, whose window or state is not that of a shorter "
-                "prompt; serve a model whose layers all have full attention",
-                field="model",
-                code="model",
-            )
+            raise _window_error(model, f"a {type(layer).__name__}")
 
     after = turned_by(rotations_of(model), state, entries)
     if not compare:

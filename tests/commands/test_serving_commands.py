@@ -31,7 +31,7 @@ from keepsight.files import Row, from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
 from tests.refused import refused
-from tests.tiny import tiny_tokenizer
+from tests.tiny import save_tiny_target, tiny_tokenizer
 from tests.typed import text_of
 
 LONG = "The ship sailed on. " * 60
@@ -55,6 +55,18 @@ def test_a_prefix_is_read_once_and_found_again(keepsight: CommandLine, monkeypat
     assert ids(keepsight(*given, "system=Be brief.")) == [other]
     monkeypatch.setattr("keepsight.commands.prefix.Writer._prefill", None)  # nothing is read again
     assert ids(keepsight(*given)) == [name]
+
+
+def test_a_model_with_windows_is_refused_before_its_weights_are_read(
+    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 64, "layer_types": kinds}
+    save_tiny_target(Path("windows"), "qwen3", **windows)
+    monkeypatch.setattr("keepsight.commands.prefix.target_of", lambda _: pytest.fail("weights were read"))
+    given = ("prefix", "model.id=windows", "model.device=cpu", "method=snapkv", "budget=160", "out=prefixes")
+    line = keepsight.refuses("model", "model", *given, f"prompt={LONG}")
+    assert "has layers with sliding_attention" in line
 
 
 def test_pages_for_sglang_are_those_of_a_prefix(keepsight: CommandLine) -> None:

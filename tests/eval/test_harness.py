@@ -19,6 +19,7 @@ from keepsight.runtime.state import prefill, read
 from tests.commands.commands import save_target_and_adapter
 from tests.package_files import PROJECT
 from tests.refused import refused
+from tests.tiny import base_tokenizer, save_tiny_target
 from tests.tokenizers import scripted
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
@@ -227,3 +228,17 @@ def test_options_of_a_task_are_honoured(folder: Path) -> None:
     assert asked(repetition_penalty=5.0) == model.tokenizer.decode(other, skip_special_tokens=True)
     with refused("until", "type"):
         asked(until=[7])
+
+
+def test_chats_need_a_template_which_a_file_gives_to_a_base_model(tmp_path: Path) -> None:
+    save_tiny_target(tmp_path / "tiny", tokenizer=base_tokenizer())
+    turns = [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "It is"}]
+    for has_prompt in (True, False):
+        with refused("model.chat_template", "missing") as caught:
+            model_of(tmp_path).apply_chat_template(turns[: 1 + (not has_prompt)], has_prompt)
+        assert " chat_template=FILE" in str(caught.value)
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    model = model_of(tmp_path, chat_template=str(tmp_path / "chat.jinja"))
+    assert model.apply_chat_template(turns[:1]) == "[user]Say 1.[assistant]"
+    assert model.apply_chat_template(turns, add_generation_prompt=False) == "[user]Say 1.[assistant]It is"

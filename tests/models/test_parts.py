@@ -67,6 +67,10 @@ def test_another_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
     with refused("model.id", "file"):
         load_target(str(tmp_path / "notes.txt"))
+    for path in (str(tmp_path / "no.gguf"), "models/no.gguf"):
+        with refused("model.id", "missing") as caught:
+            load_target(path)
+        assert "no such file" in str(caught.value)
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     with refused("cut.gguf", "file"):
         load_target(str(tmp_path / "cut.gguf"))
