@@ -1181,12 +1181,12 @@ DARK = ("#0d1117", "#e6edf3", "#30363d")
 
 
 def needles_figure(colours: tuple[str, str, str]) -> Figure | None:
-    """The share of single needles found against the length, a row per model, a panel per budget; None without rows."""
-    rows = read("real_models_needles").query("kind == 'single'")
+    """The share of single needles found in texts of more than 1,000 tokens: a row per model, a panel per budget."""
+    rows = read("real_models_needles").query("kind == 'single'").astype({"length": int, "score": float})
+    rows = rows[rows["length"] > 1000]
     if rows.empty:
         return None
-    rows = rows.astype({"length": int, "score": float})
-    models = [*rows["model"].unique()]
+    models = sorted({*rows["model"]})
     budgets = sorted({*rows["budget"]} - {""}, key=int)
     background, text, grid = colours
     figure = Figure(figsize=(3 * len(budgets) + 0.3, 2.4 * len(models) + 0.5), dpi=150, layout="constrained")
