@@ -1056,7 +1056,7 @@ def fits_table() -> str:
         )
     if not lines:
         return ""
-    return f"\n## A module in minutes\n\n{markdown_table(pd.DataFrame(lines).fillna('–'))}\n"
+    return markdown_table(pd.DataFrame(lines).fillna("–"))
 
 
 def front_fits_table() -> str:
