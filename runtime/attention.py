@@ -47,6 +47,7 @@ from keepsight.runtime.distance_bias import (
     with_positions,
 )
 from keepsight.runtime.indexer import masks_of_layers, selected
+from keepsight.runtime.matmul_attention import attend_by_products, is_faster
 from keepsight.runtime.rope_length import counted_lengths
 
 
@@ -605,6 +606,11 @@ def _attention(
         # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
         has_few_queries = query.shape[1] * query.shape[2] <= key.shape[2]
         is_plain = not (options.get("dropout") or softmax.softcap or options.get("position_bias") is not None)
+        if loaded == "sdpa" and is_plain and softmax.is_plain and is_faster(query, key, value):
+            if attention_mask is None and _is_causal(module, options) and query.shape[2] == key.shape[2]:
+                return attend_by_products(query, key, value, scale), None
+            if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
+                return attend_by_products(query, key, value, scale, attention_mask), None
         if loaded == "sdpa" and attention_mask is not None and has_few_queries and is_plain:
             return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
 
@@ -614,6 +620,12 @@ def _attention(
     if loaded not in _PLAIN:
         module = _under_loaded_name(module, loaded)
     return function(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+
+def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether attention without a mask is causal, as transformers decides it."""
+    asked: bool | None = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True)) if asked is None else asked
 
 
 def _with_bias(

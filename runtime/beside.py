@@ -17,6 +17,7 @@ from typing_extensions import override
 from keepsight.models.decoder import is_spread
 from keepsight.runtime.attention import OwnAttention, Recorder, Softmax, grouped_attention, run, visible
 from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.matmul_attention import attend_by_products, is_faster
 from keepsight.runtime.rope_length import length_limit
 
 
@@ -137,7 +138,12 @@ class _LayerOfBoth(OwnAttention, DynamicLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         prompt_query, answers_query = self._parts(query)
-        prompt_output = grouped_attention(prompt_query, self.prompt_keys, self._prompt_values, self.mask, softmax)
+        keys = self.prompt_keys
+        values = self._prompt_values
+        if softmax.is_plain and is_faster(prompt_query, keys, values):
+            prompt_output = attend_by_products(prompt_query, keys, values, softmax.scaling)
+        else:
+            prompt_output = grouped_attention(prompt_query, keys, values, self.mask, softmax)
         if isinstance(self.answers, OwnAttention):
             answers_output = self.answers.attend(answers_query, self._answers_keys, self._answers_values, softmax)
         else:

@@ -2,7 +2,8 @@
 
 A pass that reads a part of a prompt keeps the running answers waiting. Where it takes three times as long as a decoding
 step, no token comes more than about four steps after the one before it. Smaller parts cost throughput, as weights are
-read once for each: while further prompts wait, a part is no smaller than `CHUNK`.
+read, and the answers' entries attended to, once for each: while further prompts wait, a part takes twice as long, and
+is no smaller than `CHUNK`. All gaps between tokens are then about as long.
 """
 
 import statistics
@@ -11,7 +12,8 @@ from collections import deque
 CHUNK = 256
 """Tokens of a part before anything was measured, and the fewest while further prompts wait."""
 _STEPS = 3.0
-"""How many decoding steps a part takes."""
+_STEPS_OF_QUEUE = 6.0
+"""How many decoding steps a part takes, and how many while further prompts wait."""
 _FEWEST = 64
 _MOST = 4096
 _MULTIPLE = 16
@@ -46,7 +48,8 @@ class Pace:
             return self._tokens
         if not self._step_seconds or not self._token_seconds:
             return CHUNK
-        seconds = _STEPS * statistics.median(self._step_seconds)
+        steps = _STEPS_OF_QUEUE if others_wait else _STEPS
+        seconds = steps * statistics.median(self._step_seconds)
         tokens = int(seconds / statistics.median(self._token_seconds))
         fewest = CHUNK if others_wait else _FEWEST
         return min(max(tokens - tokens % _MULTIPLE, fewest), _MOST)

@@ -32,12 +32,15 @@ def test_a_part_takes_three_steps(step: float, token: float, fixed: float) -> No
     assert tokens % 16 == 0
 
 
-def test_a_part_is_no_smaller_where_others_wait() -> None:
+def test_a_part_is_larger_where_others_wait() -> None:
     """They would wait longer, as weights are read for each part."""
     slow = measured(0.09, 0.003)
     assert 64 <= slow.tokens(others_wait=False) < CHUNK == slow.tokens(others_wait=True)
+    usual = measured(0.09, 0.001)
+    assert usual.tokens(others_wait=True) == pytest.approx(6 * 0.09 / 0.001, abs=16)
     fast = measured(0.02, 0.00005)
-    assert fast.tokens(others_wait=True) == fast.tokens(others_wait=False) > CHUNK
+    assert fast.tokens(others_wait=True) == pytest.approx(2 * fast.tokens(others_wait=False), abs=16)
+    assert fast.tokens(others_wait=False) > CHUNK
 
 
 def test_bounds_and_fixed_sizes() -> None:
