@@ -42,6 +42,7 @@ NAMES = {
     "oracle unpooled": "oracle attention (unpooled)",
     "oracle mean 3": "oracle attention (mean over 3)",
     "lookaheadkv paper": "LookaheadKV, the paper's selection",
+    "by the paper": "LookaheadKV, a module by the paper's recipe",
     "laq 32 unpooled": "LAQ, 32 draft tokens, unpooled",
     "snapkv mean 3": "SnapKV, mean over 3",
     "snapkv": "SnapKV, max over 7",

@@ -393,6 +393,8 @@ UNSEEN = ("0.5", "0.25", "0.1")
 """Budgets of the table of all methods with the question unseen."""
 SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 """The columns of scores in the table of all methods: their runs and budgets."""
+FRONT_SCORED = {"needles": ("all_needles", "64"), "RULER": ("ruler26_seen", "128")}
+"""The same in short tables, whose methods were measured on more of RULER's samples."""
 CONTINUED = {
     "all110_reads": "all110",
     "all110_more": "all110",
@@ -432,12 +434,11 @@ def front_table() -> str:
 
 def scores_of(names: dict[str, str]) -> pd.DataFrame:
     """Scores of methods on needles and on RULER's tasks, in the columns `needles` and `RULER`."""
-    needles_run, needles_budget = SCORED["needles"]
-    ruler_run, ruler_budget = SCORED["RULER"]
-    table = of_methods(needles_run, names, "score", (needles_budget,))
-    table = table.rename(columns={needles_budget: "needles"})
-    table["RULER"] = of_methods(ruler_run, names, "score", (ruler_budget,))[ruler_budget]
-    return table
+    columns = {}
+    for title, (run, budget) in FRONT_SCORED.items():
+        table = of_methods(run, names, "score", (budget,)).set_index("method")
+        columns[title] = table[budget]
+    return pd.DataFrame(columns).reset_index()
 
 
 FRONT_CODER = {
@@ -526,7 +527,7 @@ def of_methods(run: str, names: dict[str, str], column: str, budgets: tuple[str,
         if (name, "") in values.index:
             cells = [values[name, ""]] * len(budgets)
         else:
-            cells = [values[name, budget] for budget in budgets]
+            cells = [values.get((name, budget), "–") for budget in budgets]
         lines.append((marked(name, label), *cells))
     return pd.DataFrame(lines, columns=["method", *budgets])
 
@@ -543,7 +544,7 @@ def scores_table() -> str:
 
 def score_tasks_table() -> str:
     """Scores on needles and RULER's tasks."""
-    titles = {name: f"{name}, {budget} entries" for name, (_, budget) in SCORED.items()}
+    titles = {name: f"{name}, {budget} entries" for name, (_, budget) in FRONT_SCORED.items()}
     return markdown_table(scores_of(SCORED_METHODS).rename(columns=titles))
 
 
@@ -881,6 +882,10 @@ def with_first_token(row: pd.Series) -> str:
     return f"{with_interval(row)}, {float(row['first_s']):.1f} s"
 
 
+LOOKAHEAD = {OURS, "LookaheadKV"}
+"""Modules by our recipes, bundled and from `keepsight fit`, as `real_models.csv` calls them."""
+
+
 def budget_table(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
     """Rows of `real_models.csv` as a table: a line per method, a column per budget; lines that are equal are joined.
 
@@ -891,7 +896,7 @@ def budget_table(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
     lines = []
     for (method, _), of_method in rows.groupby(["method", "run"], sort=False):
         cells = {row["budget"]: cell(row) for _, row in of_method.iterrows()}
-        line = {"method": marked(OURS if method.startswith("LookaheadKV") else method, method)}
+        line = {"method": marked(OURS if method in LOOKAHEAD else method, method)}
         for budget in budgets:
             line[entries_title(budget)] = cells.get(budget, cells.get("", "–"))
         lines.append(line | dict(of_method[["samples", *origin]].iloc[0]))
@@ -976,7 +981,7 @@ def models_needles_tables() -> str:
         lengths = sorted({*of_kind["length"]}, key=int)
         lines = []
         for (method, budget), of_method in of_kind.groupby(["method", "budget"], sort=False):
-            line = {"method": marked(OURS if method.startswith("LookaheadKV") else method, method)}
+            line = {"method": marked(OURS if method in LOOKAHEAD else method, method)}
             line["entries"] = thousands(budget) or "all"
             for length in lengths:
                 at_length = of_method[of_method["length"] == length]
