@@ -548,6 +548,20 @@ def score_tasks_table() -> str:
     return markdown_table(scores_of(SCORED_METHODS).rename(columns=titles))
 
 
+def ruler_questions_table() -> str:
+    """RULER's scores with SmolLM2, the question seen and unseen: a line per method, its scores by budget."""
+    rows = read("real_models")
+    lines = dict[str, dict[str, str]]()
+    for question in ("seen", "unseen"):
+        of_run = rows[rows["run"] == f"ruler26_{question}"]
+        for method, of_method in of_run.groupby("method", sort=False):
+            scores = of_method.set_index("budget")["score"]
+            budgets = [scores.get(budget, scores.get("")) for budget in SEEN]
+            line = lines.setdefault(method, {"method": marked(method, method)})
+            line[f"question {question}, {' / '.join(SEEN)}"] = " / ".join(budgets)
+    return markdown_table(pd.DataFrame(lines.values()).fillna("–"))
+
+
 def short_scores_table() -> str:
     """RESULTS.md's scores: the 110 prompts, needles and RULER."""
     real = of_methods("all110", SCORED_METHODS, "score", SEEN)
@@ -1095,6 +1109,7 @@ TABLE_FUNCTIONS = {
     "sources": sources_table,
     "scores": scores_table,
     "score-tasks": score_tasks_table,
+    "ruler-questions": ruler_questions_table,
     "short-scores": short_scores_table,
     "short-sources": short_sources_table,
     "short-kvpress": short_kvpress_table,

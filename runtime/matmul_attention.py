@@ -61,7 +61,7 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float
     rows = min(max(rows - rows % _MULTIPLE, _MULTIPLE), queries)
 
     scaled = query.unflatten(1, (kv_heads, group)) * scaling
-    own_logits = (scaled * key[:, :, None, entries - queries :]).sum(dim=-1, keepdim=True)
+    diagonal_logits = (scaled * key[:, :, None, entries - queries :]).sum(dim=-1, keepdim=True)
     channels = 2 - width % 2  # an even number of all channels is multiplied faster
     ones = key.new_zeros(channels)
     ones[0] = 1.0
@@ -69,7 +69,7 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float
     values = value.flatten(0, 1)
     hidden = None if mask is None else ~mask[:, :, None]
     output = value.new_empty(batch, queries, heads, value.shape[3])
-    memory = query.new_empty(batch * heads * rows * entries)
+    buffer = query.new_empty(batch * heads * rows * entries)
     lowest = torch.finfo(query.dtype).min
     for start in range(0, queries, rows):
         end = min(start + rows, queries)
@@ -82,11 +82,11 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float
         sampled_logits = torch.bmm(_by_kv_head(block), sampled_keys.mT).view(*block.shape[:-1], -1)
         if hidden is not None:
             sampled_logits.masked_fill_(hidden[..., start:end, ::_SAMPLED], lowest)
-        reference = torch.maximum(sampled_logits.amax(dim=-1, keepdim=True), own_logits[:, :, :, start:end])
+        reference = torch.maximum(sampled_logits.amax(dim=-1, keepdim=True), diagonal_logits[:, :, :, start:end])
         shift = torch.cat([-reference, reference.new_zeros(*reference.shape[:-1], channels - 1)], dim=-1)
 
         shifted = _by_kv_head(torch.cat([block, shift], dim=-1))
-        logits = memory[: batch * heads * count * seen].view(batch * kv_heads, group * count, seen)
+        logits = buffer[: batch * heads * count * seen].view(batch * kv_heads, group * count, seen)
         torch.bmm(shifted, keys[:, :seen].mT, out=logits)
         by_query = logits.view(batch, kv_heads, group, count, seen)
         if hidden is not None:
