@@ -655,6 +655,7 @@ def short_time_table() -> str:
 
 SERVER_COLUMNS = {
     "server": "server",
+    "workload": "asked",
     "answer_tokens": "answer, tokens",
     "requests_a_minute": "requests/min",
     "first_s": "first token, s",
