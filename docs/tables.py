@@ -399,6 +399,7 @@ CONTINUED = {
     "all110_reads": "all110",
     "all110_more": "all110",
     "ladders110": "all110",
+    "pruned11": "all_seen",
     "all_needles_reads": "all_needles",
     "needles_more": "all_needles",
 }
