@@ -18,7 +18,7 @@ pytestmark = pytest.mark.models
 NEEDLES = ["tasks=[niah_single]", "lengths=[400]", "samples=1", "pages=0", "model.device=cpu"]
 SMALL = [
     *("mixture=mixture.yaml", "limit=6", "max_new_tokens=4", "batch_tokens=1024", "train.steps=2", "train.held_out=2"),
-    *("train.replays=1", "train.samples_per_step=1", "train.unseen=0", "train.report_to=[]"),
+    *("train.replays=1", "train.batch_size=1", "train.samples_per_step=1", "train.unseen=0", "train.report_to=[]"),
     *("finetune.train.steps=2", "finetune.train.held_out=2", "finetune.train.replays=1", "finetune.unseen=0"),
     *("finetune.train.samples_per_step=1", "finetune.train.report_to=[]", "finetune.budgets=[40]"),
     *("tasks=[niah_single]", "lengths=[400]", "tests=1", "budgets=[64]", "methods=[full,lookaheadkv]"),
