@@ -113,31 +113,8 @@ def scores_of(folder: Path, processor: str) -> pd.DataFrame:
         means = mean_over_tasks(summarize(rows))
         for mean in means[means["n"] == means["n"].max()].itertuples():
             firsts = [row.time_to_first_token for row in rows if row.cell == (mean.method, mean.budget)]
-            line = {
-                "model": run.target["name"],
-                "tasks": tasks_of(run),
-                "question": rows[0].question,
-                "length": str(length),
-                "method": shown(mean.method, run.settings.get("adapter")),
-                "budget": "" if mean.budget is None else f"{mean.budget:g}",
-                **estimates_of(mean),
-                "first_s": text_of(median(firsts), 2),
-                "samples": str(mean.n),
-            }
-            lines.append(line)
-    date = max(row.date for row in run.rows)
-    return pd.DataFrame(lines).assign(date=date, processor=processor, run=folder.name)
-
-
-def estimates_of(mean: Any) -> dict[str, str]:
-    """Score and excess NLL of a mean over tasks, or of a difference of two, each with its 95 % interval."""
-    cells = dict[str, str]()
-    for name, prefix, estimate in (("score", "score", mean.score), ("excess_nll", "excess", mean.excess_nll)):
-        low, high = estimate.interval or (float("nan"), float("nan"))
-        cells[name] = text_of(estimate.value, 3)
-        cells[f"{prefix}_low"] = text_of(low, 3)
-        cells[f"{prefix}_high"] = text_of(high, 3)
-    return cells
+            lines.append(line_of(run, length, mean.method, mean) | {"first_s": text_of(median(firsts), 2)})
+    return of_run(lines, run, folder, processor)
 
 
 def differences_of(folder: Path, processor: str) -> pd.DataFrame:
@@ -151,21 +128,41 @@ def differences_of(folder: Path, processor: str) -> pd.DataFrame:
         is_ours = means["method"] == "lookaheadkv"
         others = means[~is_ours & means["budget"].notna()]
         for pair in difference(means[is_ours], others, on="order").itertuples():
-            line = {
-                "model": run.target["name"],
-                "tasks": tasks_of(run),
-                "question": rows[0].question,
-                "length": str(length),
-                "method": shown(pair.against, run.settings.get("adapter")),
-                "budget": f"{pair.budget:g}",
-                **estimates_of(pair),
-                "samples": str(pair.n),
-            }
-            lines.append(line)
+            lines.append(line_of(run, length, pair.against, pair))
+    return of_run(lines, run, folder, processor)
+
+
+def line_of(run: Run, length: int, method: str, mean: Any) -> dict[str, str]:
+    """The cells of a mean over tasks, or of a difference of two: what it is of, and its estimates."""
+    return {
+        "model": run.target["name"],
+        "tasks": tasks_of(run),
+        "question": run.rows[0].question,
+        "length": str(length),
+        "method": shown(method, run.settings.get("adapter")),
+        "budget": "" if mean.budget is None else f"{mean.budget:g}",
+        **estimates_of(mean),
+        "samples": str(mean.n),
+    }
+
+
+def of_run(lines: list[dict[str, str]], run: Run, folder: Path, processor: str) -> pd.DataFrame:
+    """The lines of an evaluation with its date, processor and name; empty without lines."""
     if not lines:
         return pd.DataFrame()
     date = max(row.date for row in run.rows)
     return pd.DataFrame(lines).assign(date=date, processor=processor, run=folder.name)
+
+
+def estimates_of(mean: Any) -> dict[str, str]:
+    """Score and excess NLL of a mean over tasks, or of a difference of two, each with its 95 % interval."""
+    cells = dict[str, str]()
+    for name, prefix, estimate in (("score", "score", mean.score), ("excess_nll", "excess", mean.excess_nll)):
+        low, high = estimate.interval or (float("nan"), float("nan"))
+        cells[name] = text_of(estimate.value, 3)
+        cells[f"{prefix}_low"] = text_of(low, 3)
+        cells[f"{prefix}_high"] = text_of(high, 3)
+    return cells
 
 
 def needles_of(folder: Path, processor: str) -> pd.DataFrame:
@@ -258,10 +255,10 @@ def fit_of(folder: Path, processor: str, log: str) -> pd.DataFrame:
     run = read_run(folder / "eval")
     evicting = [row for row in run.rows if row.budget is not None]
     budget = min(row.budget for row in evicting if row.budget is not None)
-    found = dict[str, str]()
+    needles = dict[str, str]()
     for method in ("full", "lookaheadkv", "snapkv"):
         scores = [row.score for row in run.rows if row.cell == (method, None if method == "full" else budget)]
-        found[method] = f"{sum(scores):g} of {len(scores)}"
+        needles[method] = f"{sum(scores):g} of {len(scores)}"
     line = {
         "model": run.target["name"],
         "samples": finished_manifest(folder / "data").samples,
@@ -269,7 +266,7 @@ def fit_of(folder: Path, processor: str, log: str) -> pd.DataFrame:
         "peak_mib": peak_mib,
         "length": max(row.length for row in run.rows),
         "budget": f"{budget:g}",
-        **found,
+        **needles,
         "date": max(row.date for row in run.rows),
         "processor": processor,
         "run": folder.name,
@@ -294,10 +291,10 @@ def stages_of(log: str, name: str) -> tuple[dict[str, str], str]:
 def add_commands(folders: Sequence[Path]) -> None:
     """Append to runs.csv the commands of evaluations that it lacks, without paths of the machine."""
     path = ROOT / "results" / "runs.csv"
-    known = {*pd.read_csv(path, dtype=str)["run"]}
+    listed_runs = {*pd.read_csv(path, dtype=str)["run"]}
     lines = []
     for folder in folders:
-        if (folder / RESULTS).is_file() and folder.name not in known:
+        if (folder / RESULTS).is_file() and folder.name not in listed_runs:
             command = public_command(read_run(folder).settings["command"], folder.name)
             lines.append({"run": folder.name, "command": command, "note": ""})
     if lines:

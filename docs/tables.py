@@ -921,29 +921,36 @@ def budget_table(rows: pd.DataFrame, cell: Callable[[pd.Series], str]) -> str:
     return markdown_table(table.groupby(values, sort=False)[origin].agg(joined).reset_index())
 
 
+def section(heading: str, parts: Sequence[str]) -> str:
+    """A section of tables; nothing without any."""
+    if not parts:
+        return ""
+    return "\n".join([f"\n## {heading}\n", *parts, ""])
+
+
 def of_tasks(heading: str, tasks: str, by: Sequence[str]) -> str:
-    """A section of `real_models.csv`: a table for each model, and each value of `by`; nothing without rows."""
+    """A section of `real_models.csv`: a table per model and value of `by`."""
     rows = read("real_models")
     rows = rows[(rows["tasks"] == tasks) & (rows["model"] != DRAFTED)]
-    parts = [f"## {heading}\n"]
+    parts = []
     for names, of_part in rows.groupby(["model", *by], sort=False):
         model, *values = names
         titles = [short_model(model)]
         for column, value in zip(by, values, strict=True):
             titles.append(f"question {value}" if column == "question" else f"{thousands(value)} tokens")
         parts.append(f"### {', '.join(titles)}\n\n{budget_table(of_part, with_interval)}")
-    return "\n" + "\n".join(parts) + "\n" if len(parts) > 1 else ""
+    return section(heading, parts)
 
 
 def models_differences_tables() -> str:
     """LookaheadKV minus each other method in score, over the same samples, with paired intervals."""
     rows = read("real_models_differences")
-    parts = ["## LookaheadKV minus other methods, in score\n"]
+    parts = []
     for names, of_part in rows.groupby(["model", "tasks", "question", "length"], sort=False):
         model, tasks, question, length = names
         title = f"{short_model(model)}, {tasks}, question {question}, {thousands(length)} tokens"
         parts.append(f"### {title}\n\n{budget_table(of_part, signed_score)}")
-    return "\n" + "\n".join(parts) + "\n" if len(parts) > 1 else ""
+    return section("LookaheadKV minus other methods, in score", parts)
 
 
 def signed_score(row: pd.Series) -> str:
@@ -970,7 +977,7 @@ def models_code_tables() -> str:
 
 
 def models_drafts_tables() -> str:
-    """The model with a real draft: a table for each run, then how close the draft's importance is to the answer's."""
+    """The model with a real draft: a table per run, then its predicted importance against the answer's."""
     rows = read("real_models")
     rows = rows[rows["model"] == DRAFTED]
     parts = []
@@ -982,7 +989,7 @@ def models_drafts_tables() -> str:
         columns = ["method", "budget", "recall", "mass", "correlation", "tau", "samples", "date", "processor", "run"]
         title = f"### {short_model(model)}: predicted importance against the answer's"
         parts.append(f"{title}\n\n{markdown_table(of_run[columns])}")
-    return "\n## A real draft\n\n" + "\n".join(parts) + "\n" if parts else ""
+    return section("A real draft", parts)
 
 
 FOUND = {0.0: "○", 1.0: "●"}
@@ -990,7 +997,7 @@ FOUND = {0.0: "○", 1.0: "●"}
 
 
 def models_needles_tables() -> str:
-    """Needles by length and depth: a sign for each depth, from the beginning of the text to its end."""
+    """Needles by length and depth: a sign per depth, from the beginning of the text to its end."""
     rows = read("real_models_needles")
     parts = []
     for (model, kind), of_kind in rows.groupby(["model", "kind"], sort=False):
@@ -1006,7 +1013,7 @@ def models_needles_tables() -> str:
                 line[f"{thousands(length)} tokens"] = signs or "–"
             lines.append(line | of_method[["date", "processor", "run"]].agg(joined).to_dict())
         parts.append(f"### {short_model(model)}, {kind} needle\n\n{markdown_table(pd.DataFrame(lines))}")
-    return "\n## Needles by length and depth\n\n" + "\n".join(parts) + "\n" if parts else ""
+    return section("Needles by length and depth", parts)
 
 
 def models_speed_table() -> str:
@@ -1029,27 +1036,34 @@ def minutes(seconds: str) -> str:
 
 
 def needles_of_fit(fit: pd.Series) -> tuple[list[str], str]:
-    """Needles that the full cache, the module and SnapKV find, as `4 of 5`, and the run: the one of most samples.
+    """Needles that the full cache, the module and SnapKV find, as `4 of 5`, and the run that they are of.
 
-    Beside the fit's own evaluation, these are needles of the same length and budget in `real_models.csv`.
+    That run is the fit's own evaluation, or one of more samples with the same length in `real_models.csv`.
     """
-    own = [fit["full"], fit["lookaheadkv"], fit["snapkv"]]
+    counts = [fit["full"], fit["lookaheadkv"], fit["snapkv"]]
+    run = fit["run"]
+    most_samples = int(counts[0].rpartition(" ")[2])
     rows = read("real_models").query("tasks == 'needles' and question == 'seen'")
     rows = rows[(rows["model"] == fit["model"]) & (rows["length"] == fit["length"])]
-    most = int(own[0].rpartition(" ")[2])
-    found = own, fit["run"]
-    for run, of_run in rows.groupby("run", sort=False):
-        if int(of_run["samples"].iloc[0]) <= most:
-            continue
-        counts = []
-        for name in ("full cache", "LookaheadKV", "SnapKV"):
-            of_method = of_run[of_run["method"].str.startswith(name) & of_run["budget"].isin(["", fit["budget"]])]
-            for _, row in of_method.iloc[:1].iterrows():
-                counts.append(f"{float(row['score']) * int(row['samples']):.0f} of {row['samples']}")
-        if len(counts) == len(own):
-            most = int(of_run["samples"].iloc[0])
-            found = counts, run
-    return found
+    rows = rows[rows["budget"].isin(["", fit["budget"]])]
+    for name, of_run in rows.groupby("run", sort=False):
+        samples = int(of_run["samples"].iloc[0])
+        if samples > most_samples:
+            most_samples = samples
+            counts = [found_by(method, of_run) for method in ("full cache", "LookaheadKV", "SnapKV")]
+            run = str(name)
+    return counts, run
+
+
+def found_by(method: str, rows: pd.DataFrame) -> str:
+    """How many needles the first method whose name begins so finds, as `4 of 5`."""
+    row = rows[rows["method"].str.startswith(method)].iloc[0]
+    return f"{needles_found(row)} of {row['samples']}"
+
+
+def needles_found(row: pd.Series) -> str:
+    """The number of needles found: the score is their share."""
+    return f"{float(row['score']) * int(row['samples']):.0f}"
 
 
 def fits_table() -> str:
@@ -1090,11 +1104,7 @@ def front_fits_table() -> str:
         line = {"model": short_model(fit["model"]), "minutes": minutes(fit["total_s"]), "full cache": full}
         for name in ("LookaheadKV", "LAQ", "SnapKV"):
             of_method = of_run[of_run["method"].str.startswith(name)].set_index("budget")
-            counts = []
-            for budget in ("64", "128"):
-                row = of_method.loc[budget]
-                counts.append(f"{float(row['score']) * int(row['samples']):.0f}")
-            line[name] = " / ".join(counts)
+            line[name] = " / ".join(needles_found(of_method.loc[budget]) for budget in ("64", "128"))
         lines.append(line)
     return markdown_table(pd.DataFrame(lines))
 

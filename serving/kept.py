@@ -119,5 +119,5 @@ class KeptPrompts:
 
 
 def _key_of(ids: list[int], salt: str, choice: Choice) -> str:
-    apart = json.dumps([salt, choice.adapter, choice.budget])
-    return hex_digest([array("q", ids).tobytes(), apart.encode()])
+    sharing_key = json.dumps([salt, choice.adapter, choice.budget])
+    return hex_digest([array("q", ids).tobytes(), sharing_key.encode()])

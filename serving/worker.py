@@ -139,8 +139,8 @@ class Worker:
         if refusal is not None:
             await _send(writer, refusal)
             return
-        apart = json.dumps([salt, choice.adapter])
-        read = partial(self._read, ids=ids, apart=apart, method=method)
+        sharing_key = json.dumps([salt, choice.adapter])
+        read = partial(self._read, ids=ids, sharing_key=sharing_key, method=method)
         with self.kept.lease(ids, salt, choice, read) as prompt:
             assert prompt.reading is not None
             gone = asyncio.ensure_future(reader.read())
@@ -177,13 +177,13 @@ class Worker:
             return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
         return None
 
-    async def _read(self, prompt: Prompt, ids: list[int], apart: str, method: Evict) -> dict[str, Any]:
+    async def _read(self, prompt: Prompt, ids: list[int], sharing_key: str, method: Evict) -> dict[str, Any]:
         """The reply, once the prompt's turn has come."""
         async with self._turn:
             if prompt.left.is_set() or self._closed.is_set():
                 return _SHUTTING_DOWN
             reply = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self.read, prompt, ids, apart, method
+                self._thread, self.read, prompt, ids, sharing_key, method
             )
             if prompt.left.is_set():  # at the last moment: nobody will use the file
                 prompt.remove()
@@ -192,8 +192,8 @@ class Worker:
         return reply
 
     @torch.no_grad()
-    def read(self, prompt: Prompt, ids: list[int], apart: str, method: Evict) -> dict[str, Any]:
-        """Write the prefix of a prompt's tokens, by a method; `apart` is what sets it apart from equal ones."""
+    def read(self, prompt: Prompt, ids: list[int], sharing_key: str, method: Evict) -> dict[str, Any]:
+        """Write the prefix of a prompt's tokens, by a method; `sharing_key` is what sets it apart from equal ones."""
         model = self.target.model
 
         def stop_if_left(*_: Any) -> None:
@@ -216,7 +216,7 @@ class Worker:
             return _failed(ids, error)
         try:
             # Those of another salt or adapter are not shared, nor their files.
-            method_text = f"serve {apart}: {method!r}"
+            method_text = f"serve {sharing_key}: {method!r}"
             compare = not self._is_compared  # a model that depends on positions otherwise does so for each prompt
             digest, header = export(model, state, self.root, page=self.page, method=method_text, compare=compare)
             self._is_compared = True

@@ -570,11 +570,11 @@ def _variable(name: str, meaning: str) -> str:
     return value
 
 
-def _largest_budget(own: int | float | None) -> int | float | None:
-    """The largest budget of requests to a server whose own is `own`."""
+def _largest_budget(default: int | float | None) -> int | float | None:
+    """The largest budget that requests may choose; `default` where the operator has set none."""
     variable = os.environ.get(MAX_BUDGET)
     if not variable:
-        return own
+        return default
     try:
         fields = keepsight_fields({"budget": json.loads(variable)})
     except ValueError:
