@@ -1019,15 +1019,13 @@ def models_needles_tables() -> str:
 def models_speed_table() -> str:
     """First token and decoding step of real models."""
     rows = read("real_models_speed")
-    if rows.empty:
-        return ""
     shown = rows.assign(
         model=rows["model"].map(short_model),
         tokens=rows["tokens"].map(thousands),
         budget=[thousands(budget) or "all" for budget in rows["budget"]],
     )
     titles = {"budget": "entries", "first_s": "first token, s", "step_ms": "a step, ms", "kv_mib": "KV MiB"}
-    return f"\n## Speed\n\n{markdown_table(shown.rename(columns=titles))}\n"
+    return markdown_table(shown.rename(columns=titles))
 
 
 def minutes(seconds: str) -> str:
