@@ -4,6 +4,7 @@ A benchmark names its cases, such as a method at a prompt length, and measures o
 that the folder lacks, appends their rows to `NAME.jsonl`, prints the table as they come, and writes it to `NAME.csv`.
 """
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -161,16 +162,25 @@ def _csv_cell(value: object) -> object:
 def runner_in(folder: Path | None, made_with: MadeWith) -> Iterator[Runner]:
     """A runner with a folder that no other process writes to within the block; with None it keeps nothing.
 
+    A block that fails before anything is written to a new folder leaves no folder behind, so that the corrected
+    command can have the same one.
+
     Raises:
         UserError: the folder has rows that were measured with something else.
     """
     if folder is None:
         yield Runner()
         return
-    with one_writer(folder):
-        path = folder / SETTINGS_FILE
-        if path.exists():
-            before: MadeWith = read_json(path, MadeWith)
-            before.require(made_with, f"{path}: this was measured", "choose another out=, or delete the folder")
-        write_json(path, asdict(made_with))
-        yield Runner(folder)
+    was_there = folder.exists()
+    try:
+        with one_writer(folder):
+            path = folder / SETTINGS_FILE
+            if path.exists():
+                before: MadeWith = read_json(path, MadeWith)
+                before.require(made_with, f"{path}: this was measured", "choose another out=, or delete the folder")
+            write_json(path, asdict(made_with))
+            yield Runner(folder)
+    except BaseException:
+        if not was_there and folder.is_dir() and list(folder.iterdir()) == [folder / SETTINGS_FILE]:
+            shutil.rmtree(folder)
+        raise

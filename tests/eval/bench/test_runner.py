@@ -106,6 +106,23 @@ def test_a_table_is_printed_line_by_line_and_is_a_csv_at_its_end(tmp_path: Path)
         assert list(csv.reader(table)) == [["tokens", "method", "ms"], ["3", "full", "0.333333"], ["3", "snapkv", ""]]
 
 
+def test_a_command_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stopped), runner_in(folder, MADE_WITH):
+        raise Stopped
+    assert not folder.exists()
+    with pytest.raises(Stopped), runner_in(folder, MADE_WITH) as runner:
+        measured_rows(runner, [3], [])
+        raise Stopped
+    assert folder.exists()
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    with pytest.raises(Stopped), runner_in(tmp_path, MADE_WITH):
+        raise Stopped
+    assert tmp_path.exists()
+
+
 def test_rows_of_another_measurement_are_not_mixed_in(tmp_path: Path) -> None:
     with runner_in(tmp_path, MADE_WITH) as runner:
         measured_rows(runner, [3], [])
