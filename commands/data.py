@@ -39,10 +39,10 @@ def run(config: Config) -> str:
     settings = {key: getattr(config, key) for key in keys}
     earlier = earlier_settings(out)
     if earlier is not None and any(out.glob("shard-*")):
-        settings_now = {**settings, "model": config.model.id, "mixture": mixture}
-        settings_then = {key: getattr(earlier, key) for key in settings_now}
+        chosen_settings = {**settings, "model": config.model.id, "mixture": mixture}
+        settings_of_folder = {key: getattr(earlier, key) for key in chosen_settings}
         advice = "choose another out=, or delete the folder"
-        require_same(f"{out}: this data was made", settings_then, settings_now, advice)
+        require_same(f"{out}: this data was made", settings_of_folder, chosen_settings, advice)
     with _answering(config) as (target, backend):
         manifest = generate_data(
             target, mixture, out, limit=config.limit, backend=backend, skip=config.skip, **settings

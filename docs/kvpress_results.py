@@ -200,19 +200,19 @@ def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[di
         for compressed in caches:
             mask(model, compressed.masked)
             loss, _ = likelihood(model, compressed.cache, first, length, question, answer)
-            found = None
+            is_needle_found = None
             if sample["needle"]:
                 read_since = question.shape[1] + answer.shape[1] - 1
                 compressed.cache.crop(compressed.cache.get_seq_length() - read_since)
                 ids = greedy(model, compressed.cache, first, length, question)
-                found = sample["needle"] in tokenizer.batch_decode(ids)[0]
+                is_needle_found = sample["needle"] in tokenizer.batch_decode(ids)[0]
             yield {
                 "task": sample["task"],
                 "length": sample["length"],
                 "press": compressed.press,
                 "budget": compressed.budget,
                 "excess": (loss - whole_loss).mean().item(),
-                "found": found,
+                "found": is_needle_found,
                 "agreement": agreed.mean().item(),
             }
         mask(model, unmasked)

@@ -23,6 +23,11 @@ kept = method.select(state, method.importance(base.model, state))  # per layer: 
 share = torch.cat(kept).float().mean(dim=(0, 1))  # share of the heads of all layers that keep each token
 
 FAINT, PLAIN, BOLD = "\033[2m", "\033[0m", "\033[0;1m"
-for token, each in zip(token_texts(base.tokenizer, ids[0].tolist()), share.tolist(), strict=True):
-    print((BOLD if each > 0.5 else PLAIN if each > 0.2 else FAINT) + token, end=PLAIN)
+for token, share_of_heads in zip(token_texts(base.tokenizer, ids[0].tolist()), share.tolist(), strict=True):
+    style = FAINT
+    if share_of_heads > 0.5:
+        style = BOLD
+    elif share_of_heads > 0.2:
+        style = PLAIN
+    print(style + token, end=PLAIN)
 print(f"\n\n{(share > 0.5).sum()} of {len(share)} tokens are kept by more than half of the heads")

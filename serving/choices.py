@@ -55,9 +55,9 @@ class Choices:
         """
         if choice.adapter is not None and choice.adapter not in self.adapters:
             names = ", ".join(map(repr, self.adapters))
-            there_are = f"this server has {names}" if names else "this server has one alone, leave it out (adapters=)"
+            choices = f"this server has {names}" if names else "this server has one alone, leave it out (adapters=)"
             raise UserError(
-                f"{ADAPTER}: there is no adapter {choice.adapter[:64]!r}; {there_are}", field=ADAPTER, code="unknown"
+                f"{ADAPTER}: there is no adapter {choice.adapter[:64]!r}; {choices}", field=ADAPTER, code="unknown"
             )
         if choice.budget is None:
             return

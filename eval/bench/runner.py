@@ -171,7 +171,7 @@ def runner_in(folder: Path | None, made_with: MadeWith) -> Iterator[Runner]:
     if folder is None:
         yield Runner()
         return
-    was_there = folder.exists()
+    existed_before = folder.exists()
     try:
         with one_writer(folder):
             path = folder / SETTINGS_FILE
@@ -181,6 +181,6 @@ def runner_in(folder: Path | None, made_with: MadeWith) -> Iterator[Runner]:
             write_json(path, asdict(made_with))
             yield Runner(folder)
     except BaseException:
-        if not was_there and folder.is_dir() and list(folder.iterdir()) == [folder / SETTINGS_FILE]:
+        if not existed_before and folder.is_dir() and list(folder.iterdir()) == [folder / SETTINGS_FILE]:
             shutil.rmtree(folder)
         raise

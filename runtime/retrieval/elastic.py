@@ -300,7 +300,7 @@ class Placement:
             return self.least_on_cpu
         return max(self.least_on_cpu, self.plan.layers_on_cpu(rows * length))
 
-    def place(self, layers: list[Any], length: int) -> None:
+    def move_layers(self, layers: list[Any], length: int) -> None:
         """Move layers with full attention to the CPU, in place in their list, before a step to `length` entries a row.
 
         Raises:

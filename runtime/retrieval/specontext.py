@@ -188,7 +188,7 @@ class RetrievalTurnReader:
         """Append tokens to a `RetrievalCache`: see the model's own call."""
         cache = retrieval_cache(past_key_values)
         selector = cache.selector
-        cache.placement.place(cache.layers, cache.get_seq_length() + input_ids.shape[1])
+        cache.placement.move_layers(cache.layers, cache.get_seq_length() + input_ids.shape[1])
         with RecordFeatures(self._model, selector.layers) as recorded:
             output = self._reader(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, **options)
 
@@ -208,7 +208,7 @@ class RetrievalReader(TokenReader):
         cache = retrieval_cache(cache)
         selector = cache.selector
         length = cache.get_seq_length()
-        cache.placement.place(cache.layers, length + 1)
+        cache.placement.move_layers(cache.layers, length + 1)
         layers = with_full_layers(cache, full_layers(cache)).layers
         try:
             embeddings = self._model.get_input_embeddings()(token)
@@ -331,7 +331,7 @@ class SpeContext(SparseRead):
         layers = with_full_layers(state.cache, self.layers_for(model, state)).layers
         rows, length = state.tokens.shape
         placement = self._placement(model, rows, length)
-        placement.place(layers, length)
+        placement.move_layers(layers, length)
         cache = RetrievalCache(layers, self._selector(model, state), placement)
         return state.as_kind(RetrievalState, cache)
 
