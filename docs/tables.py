@@ -856,15 +856,13 @@ def figures_table() -> str:
     """What presets gave on a small model: a line for each figure and setting, its values by budget."""
     results = read("figures")
     lines = []
-    for place, rows in results.groupby(["paper", "figure", "setting", "run"], sort=False):
-        paper, figure, setting, run = place
+    for (paper, figure, setting, run), rows in results.groupby(["paper", "figure", "setting", "run"], sort=False):
         cells = []
-        for measure, of_measure in rows.groupby("measure", sort=False):
-            values = " / ".join(of_measure["value"])
-            budgets = " / ".join(filter(None, of_measure["budget"]))
-            cells.append(
-                f"{measure.replace('excess_nll', 'excess NLL')} {values}" + (f" at {budgets}" if budgets else "")
-            )
+        for measure, values in rows.groupby("measure", sort=False):
+            name = "excess NLL" if measure == "excess_nll" else measure
+            budgets = " / ".join(filter(None, values["budget"]))
+            at_budgets = f" at {budgets}" if budgets else ""
+            cells.append(f"{name} {' / '.join(values['value'])}{at_budgets}")
         lines.append((f"{paper}, {figure}", setting, "; ".join(cells), rows["samples"].iloc[0], run))
     return markdown_table(lines, ["figure", "setting", "measured", "samples", "run"])
 
