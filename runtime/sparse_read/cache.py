@@ -4,7 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class Selection(NamedTuple):
 
 class LayerSelector(ABC):
     """Selects entries inside a layer, once its queries are known."""
+
+    selecting_method: ClassVar[str] = "select"
+    """The method that a decoding step calls to select; benchmarks time it."""
 
     @abstractmethod
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:

@@ -4,7 +4,7 @@ Entries of a prompt are counted from a row's first token here, also where it is 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +87,8 @@ class ShadowPrompt(LayerSelector):
         counts: Numbers of tokens and chunks.
         chunk: Entries per chunk.
     """
+
+    selecting_method: ClassVar[str] = "select_tokens"
 
     keys: LowRankKeys
     values: FullEntries

@@ -75,7 +75,7 @@ def test_evictions_against_the_prefill(keepsight: CommandLine, monkeypatch: pyte
 
 
 def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
-    methods = "methods=[snapkv,adakv,{name: specache, group: 8},{name: quest, page: 8}]"
+    methods = "methods=[snapkv,adakv,{name: specache, group: 8},{name: quest, page: 8},{name: shadowkv, chunk: 4}]"
     given = ("tokens=90", methods, "answer_tokens=2", "attention=[eager]")
     title, names, *lines = keepsight("bench", "decode", *METHODS, *given, "batch=2").splitlines()
     assert title.startswith("2 rows of 90 tokens, median of 2 steps, ")
@@ -83,7 +83,8 @@ def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
     assert cells(names) == ["method", *times, "selecting", "prefill s", "with prefill/s"]
     figures = {name: figures for name, *figures in map(cells, lines)}
     quest = figures.pop("quest page=8 48")
-    assert quest[5].endswith("%") and 0 < int(quest[5][:-1]) < 100, "it alone selects"
+    for selecting in (quest, figures.pop("shadowkv chunk=4 48")):
+        assert selecting[5].endswith("%") and 0 < int(selecting[5][:-1]) < 100, "these two alone select"
     eager = figures.pop("full cache, eager")
     assert len(eager) == len(quest) - 2, "neither selecting nor a ratio to the first method"
     rows = {name: [float(figure) for figure in numbers] for name, numbers in figures.items()}
