@@ -70,6 +70,10 @@ def rows_of(folder: Path, processor: str) -> pd.DataFrame:
         table["place"] = table["content"] + ", at " + table["position"].astype(str)
     if figure.file == "hits":
         table = table[~table["method"].str.startswith(SHARED)]  # bounds of ours, in no figure
+    if figure.file in ("decode", "evict"):  # a budget stands behind the method's name
+        parts = table["method"].str.extract(r"^(?P<method>.*?)(?: (?P<budget>\d+))?$")
+        table["method"] = parts["method"]
+        table["budget"] = parts["budget"].astype(float)
     if "budget" not in table:
         table["budget"] = float("nan")
 
@@ -103,7 +107,8 @@ def _samples_of(table: pd.DataFrame, columns: list[str]) -> int:
     counts = table["n"] if "n" in table else table.get("samples")
     if counts is None or "task" not in table:
         return 1
-    by_task = table.assign(count=counts).groupby([*columns, "task"], dropna=False, sort=False)["count"].first()
+    parts = [name for name in ("task", "length") if name in table]
+    by_task = table.assign(count=counts).groupby([*columns, *parts], dropna=False, sort=False)["count"].first()
     return int(by_task.groupby(level=[0, 1], dropna=False).sum().max())
 
 
