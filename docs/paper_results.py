@@ -74,6 +74,8 @@ def rows_of(folder: Path, processor: str) -> pd.DataFrame:
         parts = table["method"].str.extract(r"^(?P<method>.*?)(?: (?P<budget>\d+))?$")
         table["method"] = parts["method"]
         table["budget"] = parts["budget"].astype(float)
+    if "tokens" in table:
+        table["method"] += ", " + table["tokens"].map("{:,}".format) + " tokens"
     if "budget" not in table:
         table["budget"] = float("nan")
 
