@@ -393,8 +393,10 @@ UNSEEN = ("0.5", "0.25", "0.1")
 """Budgets of the table of all methods with the question unseen."""
 SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 """The columns of scores in the table of all methods: their runs and budgets."""
-FRONT_SCORED = {"needles": ("all_needles", "64"), "RULER": ("ruler26_seen", "128")}
-"""The same in short tables, whose methods were measured on more of RULER's samples."""
+RULER_RUNS = {"seen": "ruler130_seen", "unseen": "ruler130_unseen"}
+"""The runs of RULER's tasks with SmolLM2 and ten samples of each, by question."""
+RULER_BUDGET = "128"
+"""The budget of RULER's column in short tables; that of needles is 64."""
 CONTINUED = {
     "all110_reads": "all110",
     "all110_more": "all110",
@@ -435,11 +437,12 @@ def front_table() -> str:
 
 def scores_of(names: dict[str, str]) -> pd.DataFrame:
     """Scores of methods on needles and on RULER's tasks, in the columns `needles` and `RULER`."""
-    columns = {}
-    for title, (run, budget) in FRONT_SCORED.items():
-        table = of_methods(run, names, "score", (budget,)).set_index("method")
-        columns[title] = table[budget]
-    return pd.DataFrame(columns).reset_index()
+    scores = of_methods("all_needles", names, "score", ("64",)).rename(columns={"64": "needles"})
+    rows = read("real_models")
+    is_shown = (rows["run"] == RULER_RUNS["seen"]) & rows["budget"].isin(["", RULER_BUDGET])
+    of_ruler = rows[is_shown].set_index("method")["score"]
+    scores["RULER"] = [of_ruler.get(label, "–") for label in names.values()]
+    return scores
 
 
 FRONT_CODER = {
@@ -545,7 +548,7 @@ def scores_table() -> str:
 
 def score_tasks_table() -> str:
     """Scores on needles and RULER's tasks."""
-    titles = {name: f"{name}, {budget} entries" for name, (_, budget) in FRONT_SCORED.items()}
+    titles = {"needles": "needles, 64 entries", "RULER": f"RULER, {RULER_BUDGET} entries"}
     return markdown_table(scores_of(SCORED_METHODS).rename(columns=titles))
 
 
@@ -553,8 +556,8 @@ def ruler_questions_table() -> str:
     """RULER's scores with SmolLM2, the question seen and unseen: a line per method, its scores by budget."""
     rows = read("real_models")
     lines = dict[str, dict[str, str]]()
-    for question in ("seen", "unseen"):
-        of_run = rows[rows["run"] == f"ruler26_{question}"]
+    for question, run in RULER_RUNS.items():
+        of_run = rows[rows["run"] == run]
         for method, of_method in of_run.groupby("method", sort=False):
             scores = of_method.set_index("budget")["score"]
             budgets = [scores.get(budget, scores.get("")) for budget in SEEN]
