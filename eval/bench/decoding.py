@@ -34,7 +34,8 @@ from keepsight.runtime.drafting.speculative import (
 from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, end_ids, generate, stop_after
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH
-from keepsight.runtime.retrieval.specontext import RetrievalCache
+from keepsight.runtime.retrieval.specontext import HeadSelector, RetrievalCache
+from keepsight.runtime.sparse_read.cache import LayerSelector
 from keepsight.runtime.state import Needs, State, full_layers, prefill
 from keepsight.tables import TerminalColumn, name_column
 
@@ -219,13 +220,12 @@ class _Decoding:
 
         Selections are waited for one by one, so that on a GPU the share is an upper bound.
         """
-        methods: dict[type, str] = {}  # of each class of selectors, the method by which a step selects
-        for layer in full_layers(self.state.cache):
-            selector = getattr(layer, "selector", None)
-            if selector is not None:
-                methods[type(selector)] = selector.selecting_method
+        selectors: list[HeadSelector | LayerSelector | None]
         if isinstance(self.state.cache, RetrievalCache):
-            methods = {type(self.state.cache.selector): "select"}
+            selectors = [self.state.cache.selector]
+        else:
+            selectors = [getattr(layer, "selector", None) for layer in full_layers(self.state.cache)]
+        methods = {type(selector): selector.selecting_method for selector in selectors if selector is not None}
         if not methods:
             return None
         with ExitStack() as patched:

@@ -4,7 +4,6 @@ A benchmark names its cases, such as a method at a prompt length, and measures o
 that the folder lacks, appends their rows to `NAME.jsonl`, prints the table as they come, and writes it to `NAME.csv`.
 """
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -162,8 +161,8 @@ def _csv_cell(value: object) -> object:
 def runner_in(folder: Path | None, made_with: MadeWith) -> Iterator[Runner]:
     """A runner with a folder that no other process writes to within the block; with None it keeps nothing.
 
-    A block that fails before anything is written to a new folder leaves no folder behind, so that the corrected
-    command can have the same one.
+    A block that fails before it has written anything leaves the folder as it was, or none where there was none, so that
+    the corrected command can have the same one.
 
     Raises:
         UserError: the folder has rows that were measured with something else.
@@ -171,16 +170,19 @@ def runner_in(folder: Path | None, made_with: MadeWith) -> Iterator[Runner]:
     if folder is None:
         yield Runner()
         return
+    path = folder / SETTINGS_FILE
     existed_before = folder.exists()
+    files_before = set(folder.iterdir()) if existed_before else set()
     try:
         with one_writer(folder):
-            path = folder / SETTINGS_FILE
             if path.exists():
                 before: MadeWith = read_json(path, MadeWith)
                 before.require(made_with, f"{path}: this was measured", "choose another out=, or delete the folder")
             write_json(path, asdict(made_with))
             yield Runner(folder)
     except BaseException:
-        if not existed_before and folder.is_dir() and list(folder.iterdir()) == [folder / SETTINGS_FILE]:
-            shutil.rmtree(folder)
+        if folder.is_dir() and set(folder.iterdir()) - files_before == {path}:
+            path.unlink()
+            if not existed_before:
+                folder.rmdir()
         raise

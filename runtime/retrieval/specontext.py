@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class HeadSelector:
     layers whose outputs are its features; empty when it reads embeddings alone. `padding` [B] int64 counts tokens on
     the left.
     """
+
+    selecting_method: ClassVar[str] = "select"
+    """As of `LayerSelector`."""
 
     def __init__(
         self, head: RetrievalHead, layers: tuple[int, ...], padding: Tensor | None, top_attention: TopAttention

@@ -117,10 +117,11 @@ def test_a_command_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     assert folder.exists()
 
 
-def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
     with pytest.raises(Stopped), runner_in(tmp_path, MADE_WITH):
         raise Stopped
-    assert tmp_path.exists()
+    assert list(tmp_path.iterdir()) == [tmp_path / "notes.txt"]
 
 
 def test_rows_of_another_measurement_are_not_mixed_in(tmp_path: Path) -> None:
