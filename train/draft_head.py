@@ -299,13 +299,14 @@ class DraftHeadObjective(HeadObjective):
     At step i, row t of a text has two inputs: the output of step i - 1 in row t (at step 0 the base model's features of
     token t) and the embedding of token t + 1 + i. It predicts token t + 2 + i, with the base model's probabilities as
     labels, normalised over the draft vocabulary. Rows count where the base model's top-1 token lies in that vocabulary,
-    and the predicted token in the answer: prompts are never drafted.
+    and the predicted token in the answer, or anywhere with `loss_on=all`.
 
     Args:
         head: The head in training, in float32.
         model: Provides embeddings and lm_head. It is not a submodule, so it is neither trained, saved nor moved.
         teacher: Provides the base model's hidden states.
-        settings: Number of unrolled steps, their weights, and the length at which texts are truncated.
+        settings: Number of unrolled steps, their weights, the tokens that are learned, and the length at which texts
+            are truncated.
     """
 
     head: DraftHead
@@ -324,24 +325,27 @@ class DraftHeadObjective(HeadObjective):
     def loss(self, batch: Batch) -> Tensor:
         losses = []
         for ids, prompt_length in zip(batch.texts(), batch.prompt_lengths(), strict=True):
-            losses.append(self.text_loss(ids, prompt_length))
+            first_learned = prompt_length if self.settings.loss_on == "answers" else 0
+            losses.append(self.text_loss(ids, first_learned))
         return torch.stack(losses).mean()
 
-    def text_loss(self, ids: Tensor, prompt_length: int = 0) -> Tensor:
+    def text_loss(self, ids: Tensor, first_learned: int = 0) -> Tensor:
         """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows.
 
-        Only rows that predict a token after the first `prompt_length` tokens count.
+        Only rows that predict token `first_learned` or a later one count; logits of others are not computed.
         """
         steps, hidden = self.states(ids)
-        teacher = self.next_tokens(hidden, _product_dtype(steps[0]))
-        # the base model's row j predicts token j + 1
-        predicts_answer = torch.arange(1, len(hidden) + 1, device=ids.device) >= prompt_length
-        counts = teacher.in_vocabulary & predicts_answer
+        # The base model's row j predicts token j + 1; its row 0 teaches no row of the head.
+        teacher = self.next_tokens(hidden[max(first_learned, 2) - 1 :], _product_dtype(steps[0]))
+        teacher_rows = len(teacher.in_vocabulary)
+        learned_steps = []
         weights = []
-        for step in range(len(steps)):
-            rows = counts[1 + step :].float()
-            weights.append(self.settings.decay**step * rows / rows.sum().clamp(min=1))
-        return chunked_loss(steps, self.head.lm_head.weight, teacher.probabilities, weights)
+        for step, lm_head_inputs in enumerate(steps):
+            rows = min(len(lm_head_inputs), teacher_rows)
+            counts = teacher.in_vocabulary[teacher_rows - rows :].float()
+            learned_steps.append(lm_head_inputs[len(lm_head_inputs) - rows :])
+            weights.append(self.settings.decay**step * counts / counts.sum().clamp(min=1))
+        return chunked_loss(learned_steps, self.head.lm_head.weight, teacher.probabilities, weights)
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:

@@ -193,6 +193,8 @@ class DraftHeadSettings:
         vocabulary: Size of the draft vocabulary: the most frequent tokens of the training data's answers.
         unroll: Steps for which the head is unrolled over its own features in training (training-time test).
         decay: Weight of an unrolled step's loss relative to the previous step.
+        loss_on: Tokens that the head learns to predict: `answers`, or `all`, prompts as well. Prompts are never
+            drafted, but where answers are few or short, their tokens teach a head more; a step takes longer.
         max_tokens: Longest sample in tokens; longer ones are truncated at the end.
         train: Optimisation.
     """
@@ -200,12 +202,14 @@ class DraftHeadSettings:
     vocabulary: Positive = 32000
     unroll: Annotated[int, Ge(1), Le(64)] = 7
     decay: Annotated[float, Gt(0), Le(1)] = 0.8
+    loss_on: str = "answers"
     max_tokens: Annotated[int, Ge(3)] = 4096
     train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-4, clip=0.5))
 
     def check(self) -> None:
         """Raise a UserError for a value that is out of range."""
         check_ranges(self, "draft_head")
+        check_choice("draft_head.loss_on", self.loss_on, ("answers", "all"))
         self.train.check("draft_head.train")
 
 

@@ -22,8 +22,11 @@ def deep_model(family: str = "llama", **changes: Any) -> Any:
 
 def head_settings(**changes: Any) -> DraftHeadSettings:
     """Settings of a draft head; what belongs to `train` goes there."""
-    own = {name: changes.pop(name) for name in ("vocabulary", "unroll", "decay", "max_tokens") if name in changes}
-    return DraftHeadSettings(**{"vocabulary": 96, "unroll": 4} | own, train=train_settings(**changes))
+    head_values: dict[str, Any] = {"vocabulary": 96, "unroll": 4}
+    for name in ("vocabulary", "unroll", "decay", "loss_on", "max_tokens"):
+        if name in changes:
+            head_values[name] = changes.pop(name)
+    return DraftHeadSettings(**head_values, train=train_settings(**changes))
 
 
 def head_objective(family: str = "llama", settings: DraftHeadSettings | None = None) -> DraftHeadObjective:

@@ -111,14 +111,25 @@ def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt, length, un
         assert_close(first, second)
 
 
-def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
-    objective = head_objective()
+@pytest.mark.parametrize("loss_on", ["answers", "all"])
+def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths(loss_on):
+    objective = head_objective(settings=head_settings(loss_on=loss_on))
     few = [_row(row) for row in samples(5)]
     batch = collate(few)
     assert batch.pop("indices") == [0, 3, 6, 9, 12]
-    texts = [(torch.tensor(row["prompt_ids"] + row["answer_ids"]), len(row["prompt_ids"])) for row in few]
-    alone = [objective.text_loss(*text) for text in texts]
-    assert_close(objective(**batch)["loss"], torch.stack(alone).mean())
+    text_losses = []
+    for row in few:
+        first_learned = len(row["prompt_ids"]) if loss_on == "answers" else 0
+        text_losses.append(objective.text_loss(torch.tensor(row["prompt_ids"] + row["answer_ids"]), first_learned))
+    assert_close(objective(**batch)["loss"], torch.stack(text_losses).mean())
+
+
+def test_a_text_whose_answer_is_truncated_away_teaches_nothing():
+    objective = head_objective(settings=head_settings(max_tokens=8))
+    loss = objective.text_loss(torch.tensor(samples()[0].prompt_ids), first_learned=9)
+    assert loss.item() == 0
+    gradients = torch.autograd.grad(loss, list(objective.head.parameters()))
+    assert not any(gradient.any() for gradient in gradients)
 
 
 def _row(sample: TrainingSample) -> dict:
