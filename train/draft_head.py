@@ -335,8 +335,10 @@ class DraftHeadObjective(HeadObjective):
         Only rows that predict token `first_learned` or a later one count; logits of others are not computed.
         """
         steps, hidden = self.states(ids)
-        # The base model's row j predicts token j + 1; its row 0 teaches no row of the head.
-        teacher = self.next_tokens(hidden[max(first_learned, 2) - 1 :], _product_dtype(steps[0]))
+        # The base model's row j predicts token j + 1; its row 0 teaches no row of the head. The copy is aligned alike
+        # whether the states were computed or mapped from a file, so that their products are the same to the last bit.
+        taught = hidden[max(first_learned, 2) - 1 :].clone()
+        teacher = self.next_tokens(taught, _product_dtype(steps[0]))
         teacher_rows = len(teacher.in_vocabulary)
         learned_steps = []
         weights = []
