@@ -23,9 +23,7 @@ from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.sweep import Variant, check_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import write_png
-from keepsight.models.artifacts import fetch
-from keepsight.models.draft_head import EagleHead
-from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
+from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import SpeContext
@@ -105,20 +103,9 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
             )
     head_variants = []
     for name, reference in config.heads.items():
-        head = _head(reference, target)
+        head = RetrievalHead.from_pretrained(reference, model=target.model)
         head_variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
     return head_variants
-
-
-def _head(reference: str, target: Target) -> RetrievalHead:
-    """A retrieval head, or a draft head pruned to one."""
-    folder = fetch(reference)
-    if (folder / WEIGHTS).is_file():
-        return RetrievalHead.load(folder, target.model)
-    pruned = RetrievalHead.from_draft(EagleHead.load(folder, target.model), PREVIOUS_STEP)
-    head = RetrievalHead(pruned.config.trained_on(0, pruned.layers_of(target.model)))
-    head.load_state_dict(pruned.state_dict())
-    return head.to(target.model.device)
 
 
 def _hits_of_sample(

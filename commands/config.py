@@ -386,7 +386,8 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
         tests: Evaluation samples per task and length.
         selection: How a lookahead module selects entries: shared, paper or uniform; see `keepsight train`.
         max_prompt_tokens: Longest prompt in training, in tokens; longer ones are left out. 0 for no limit.
-        retrieval: Retrieval head for methods that need one: a folder, a Hub id, or shipped:NAME.
+        retrieval: Retrieval head for methods that need one, or a draft head, which is pruned: a folder, a Hub id, or
+            shipped:NAME.
     """
 
     NEEDS_MODEL: ClassVar = True

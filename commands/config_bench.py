@@ -402,8 +402,7 @@ class BenchHits(shared.OfTable, shared.TaskKeys):
         methods: Methods that read a part of the cache (specontext, quest, exact_topk) or evict from the prompt; with
             options as for keepsight eval.
         budgets: KV entries per KV head, which are read at each step or kept from the prompt.
-        heads: Further retrieval heads, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned, but not distilled, and uses
-            the previous step's features.
+        heads: Further retrieval heads, or draft heads, {NAME: FOLDER_OR_HUB_ID}; see `retrieval`.
     """
 
     COMMON: ClassVar = (

@@ -138,7 +138,8 @@ class UsesMethods(UsesModel):
     Attributes:
         adapter: Lookahead adapter: a folder, also the `out` of `keepsight fit`, a Hub id, or shipped:NAME. shipped: is
             keepsight's own. Without recipe= and model.id=, the base model is the one that it was trained for.
-        retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME. shipped: stands for keepsight's own.
+        retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME. shipped: stands for keepsight's own. An EAGLE-3
+            draft head is pruned and used as it is, as SpeContext does.
     """
 
     adapter: str | None = None

@@ -21,7 +21,14 @@ from keepsight.models.draft_head import WEIGHTS as DRAFT_WEIGHTS
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.identity import MadeWith
 from keepsight.models.model_files import published_name
-from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, comparison, pruning, require_layers_for
+from keepsight.models.retrieval_head import (
+    WEIGHTS,
+    RetrievalHead,
+    comparison,
+    has_draft_head,
+    pruning,
+    require_layers_for,
+)
 from keepsight.models.targets import Target
 from keepsight.train.dataset import hold_out, truncated
 from keepsight.train.draft_head import (
@@ -171,7 +178,7 @@ def _initial(name: str, config: TrainRetrievalHead) -> RetrievalHead | DraftHead
     """The head that `head=` names, read before the base model."""
     folder = fetch(name)
     try:
-        if not any((folder / file).is_file() for file in RetrievalHead.files):
+        if has_draft_head(folder):
             return DraftHead.load(folder)
         head = RetrievalHead.load(folder)
         features = head.config.features

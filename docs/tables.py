@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -393,8 +394,11 @@ UNSEEN = ("0.5", "0.25", "0.1")
 """Budgets of the table of all methods with the question unseen."""
 SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 """The columns of scores in the table of all methods: their runs and budgets."""
-RULER_RUNS = {"seen": "ruler130_seen", "unseen": "ruler130_unseen"}
-"""The runs of RULER's tasks with SmolLM2 and ten samples of each, by question."""
+RULER_RUNS = {
+    "1024": {"seen": "ruler130_seen", "unseen": "ruler130_unseen"},
+    "2048": {"seen": "ruler2048_seen", "unseen": "ruler2048_unseen"},
+}
+"""The runs of RULER's tasks with SmolLM2 and ten samples of each, by the prompts' tokens and by question."""
 RULER_BUDGET = "128"
 """The budget of RULER's column in short tables; that of needles is 64."""
 CONTINUED = {
@@ -439,7 +443,7 @@ def scores_of(names: dict[str, str]) -> pd.DataFrame:
     """Scores of methods on needles and on RULER's tasks, in the columns `needles` and `RULER`."""
     scores = of_methods("all_needles", names, "score", ("64",)).rename(columns={"64": "needles"})
     rows = read("real_models")
-    is_shown = (rows["run"] == RULER_RUNS["seen"]) & rows["budget"].isin(["", RULER_BUDGET])
+    is_shown = (rows["run"] == RULER_RUNS["1024"]["seen"]) & rows["budget"].isin(["", RULER_BUDGET])
     of_ruler = rows[is_shown].set_index("method")["score"]
     scores["RULER"] = [of_ruler.get(label, "–") for label in names.values()]
     return scores
@@ -552,11 +556,11 @@ def score_tasks_table() -> str:
     return markdown_table(scores_of(SCORED_METHODS).rename(columns=titles))
 
 
-def ruler_questions_table() -> str:
-    """RULER's scores with SmolLM2, the question seen and unseen: a line per method, its scores by budget."""
+def ruler_questions_table(length: str) -> str:
+    """RULER's scores with SmolLM2 on prompts of `length` tokens: a line per method, scores by question and budget."""
     rows = read("real_models")
     lines = dict[str, dict[str, str]]()
-    for question, run in RULER_RUNS.items():
+    for question, run in RULER_RUNS[length].items():
         of_run = rows[rows["run"] == run]
         for method, of_method in of_run.groupby("method", sort=False):
             scores = of_method.set_index("budget")["score"]
@@ -1120,7 +1124,8 @@ TABLE_FUNCTIONS = {
     "sources": sources_table,
     "scores": scores_table,
     "score-tasks": score_tasks_table,
-    "ruler-questions": ruler_questions_table,
+    "ruler-questions-1024": partial(ruler_questions_table, "1024"),
+    "ruler-questions-2048": partial(ruler_questions_table, "2048"),
     "short-scores": short_scores_table,
     "short-sources": short_sources_table,
     "short-kvpress": short_kvpress_table,

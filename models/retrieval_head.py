@@ -27,7 +27,14 @@ from keepsight.files import at_home, read_json, write_json
 from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape, norm_epsilon
-from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
+from keepsight.models.draft_head import CONFIG as DRAFT_CONFIG
+from keepsight.models.draft_head import (
+    DraftHead,
+    EagleHead,
+    HeadRotaryEmbedding,
+    default_feature_layers,
+    normed_features,
+)
 from keepsight.tables import markdown_table
 
 WEIGHTS = "retrieval_head.safetensors"
@@ -301,11 +308,18 @@ class RetrievalHead(nn.Module, Artifact):
         """Prune an EAGLE-3 draft head to copies of its query and key projections, norms, and feature projection.
 
         With `features` `none` only the half of the projections that reads embeddings stays. A `UserError` if it is no
-        EAGLE-3 head, or `features` is neither variant.
+        EAGLE-3 head or has an embedding of its own, or `features` is neither variant.
         """
         if not isinstance(draft, DraftHead):
             raise UserError(
                 "only EAGLE-3 draft heads can be pruned; this is one of EAGLE-1 or EAGLE-2", field="head", code="model"
+            )
+        if draft.own_embedding is not None:
+            raise UserError(
+                "this draft head has an embedding of its own, and a retrieval head reads the base model's; distil it "
+                "with train_retrieval_head.py head=",
+                field="head",
+                code="model",
             )
         config = draft.config
         layer = draft.midlayer
@@ -397,8 +411,14 @@ class RetrievalHead(nn.Module, Artifact):
 
     @classmethod
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
-        """Read and verify a head; see `Artifact.load`."""
+        """Read and verify a head; see `Artifact.load`.
+
+        A draft head in the folder is pruned and used as it is, as in the paper; it reads the model's features of the
+        previous token.
+        """
         folder = Path(at_home(folder))
+        if has_draft_head(folder):
+            return cls._pruned(folder, model)
         cls._require_files(folder)
         saved: _Saved = read_json(folder / CONFIG, _Saved)
         check_digest(folder / WEIGHTS, saved.digests.get(WEIGHTS, "missing"), CONFIG)
@@ -418,6 +438,19 @@ class RetrievalHead(nn.Module, Artifact):
         load_weights(head, folder / WEIGHTS, read_tensors(folder / WEIGHTS), model, "q_proj.weight")
         head.provenance = saved.provenance
         return head.requires_grad_(False)
+
+    @classmethod
+    def _pruned(cls, folder: Path, model: PreTrainedModel | None) -> Self:
+        draft = EagleHead.load(folder, model)
+        try:
+            head = cls.from_draft(draft, PREVIOUS_STEP)
+            if model is not None:
+                head.check_model(model)
+                head.config = replace(head.config, feature_layers=head.layers_of(model))
+        except UserError as error:
+            raise error.reworded(f"{folder}: {error}") from None
+        head.provenance = draft.provenance
+        return head.eval().requires_grad_(False)
 
     def _write(self, folder: Path) -> None:
         digests = write_tensors(folder / WEIGHTS, self.state_dict())
@@ -471,6 +504,12 @@ def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is not None:
         features = features.masked_fill(~mask[..., None], 0)
     return functional.pad(features, (0, 0, 1, -1))
+
+
+def has_draft_head(folder: Path) -> bool:
+    """Whether an artifact's folder has a draft head in place of a retrieval head."""
+    has_retrieval_head = any((folder / name).is_file() for name in RetrievalHead.files)
+    return not has_retrieval_head and (folder / DRAFT_CONFIG).is_file()
 
 
 def require_layers_for(groups: int, model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from keepsight.models.identity import Identity
 from keepsight.models.retrieval_head import CONFIG, RetrievalHead, of_the_token_before
 from tests.close import assert_close
 from tests.models.retrieval_heads import (
+    LAYERS,
     grouped_retrieval_head,
     provenance_of,
     target_for,
@@ -211,6 +212,30 @@ def test_a_head_comes_back_as_it_was_saved(tmp_path, variant, dtype):
             assert torch.equal(own, its)
         assert not any(parameter.requires_grad for parameter in loaded.parameters())
     assert provenance_of(tmp_path) == ORIGIN
+
+
+def test_a_draft_head_is_pruned_as_it_is_read(tmp_path):
+    draft = tiny_draft_head()
+    draft.save(tmp_path, ORIGIN, "# A card\n")
+    loaded = RetrievalHead.load(tmp_path, tiny_model())
+    pruned = RetrievalHead.from_draft(draft, "previous-step")
+    assert loaded.config == pruned.config and loaded.config.feature_layers == LAYERS
+    inputs = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
+    for of_loaded, of_pruned in zip(loaded.project(*inputs), pruned.project(*inputs), strict=True):
+        assert torch.equal(of_loaded, of_pruned)
+    assert loaded.provenance == ORIGIN and not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_a_draft_head_for_another_model_or_with_another_embedding_is_not_pruned(tmp_path):
+    tiny_draft_head(kv_heads=4).save(tmp_path / "heads", ORIGIN, "# A card\n")
+    with refused("retrieval", "model"):
+        RetrievalHead.load(tmp_path / "heads", tiny_model())
+    draft = tiny_draft_head()
+    draft.own_embedding = torch.randn(128, 32)
+    draft.save(tmp_path / "embedding", ORIGIN, "# A card\n")
+    with refused("head", "model"):
+        RetrievalHead.load(tmp_path / "embedding", tiny_model())
 
 
 @pytest.mark.parametrize(
