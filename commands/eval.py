@@ -37,7 +37,7 @@ from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import file_digest, one_writer, require_writable, write_json
 from keepsight.models.artifacts import fetch
 from keepsight.models.decoder import context_of
-from keepsight.models.retrieval_head import WEIGHTS
+from keepsight.models.retrieval_head import weights_path
 from keepsight.models.targets import Target, processor_of
 from keepsight.models.transformers_internals import attention_of_config
 from keepsight.progress import progress_bar
@@ -308,7 +308,7 @@ def _head_digests(config: Config, variants: list[Variant]) -> Iterator[str]:
         if isinstance(method, Mapping):
             heads.append(method.get("retrieval"))
     for head in dict.fromkeys(filter(None, heads)):  # each once
-        yield file_digest(fetch(head) / WEIGHTS)
+        yield file_digest(weights_path(fetch(head)))
 
 
 def _quantization(model: ModelConfig, target: Target) -> str:

@@ -541,11 +541,16 @@ def check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> No
             )
 
 
+def weights_path(folder: Path) -> Path:
+    """The file of a draft head's weights: safetensors, or else the pickle that some authors publish."""
+    path = folder / WEIGHTS
+    return path if path.is_file() else folder / PICKLE
+
+
 def read_weights(folder: Path, origin: Origin | None) -> tuple[Path, dict[str, Tensor]]:
     """The file of a head's weights and its tensors, an EAGLE-3 layer's under `midlayer.*`."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        path = folder / PICKLE
+    path = weights_path(folder)
+    if path.name == PICKLE:
         tensors = unpickled(path)
         logger.warning("%s: a pickle; only its %d tensors were read, no code was run", path, len(tensors))
     else:

@@ -24,10 +24,10 @@ from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
 from keepsight.files import at_home, read_json, write_json
+from keepsight.models import draft_head
 from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape, norm_epsilon
-from keepsight.models.draft_head import CONFIG as DRAFT_CONFIG
 from keepsight.models.draft_head import (
     DraftHead,
     EagleHead,
@@ -509,7 +509,12 @@ def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
 def has_draft_head(folder: Path) -> bool:
     """Whether an artifact's folder has a draft head in place of a retrieval head."""
     has_retrieval_head = any((folder / name).is_file() for name in RetrievalHead.files)
-    return not has_retrieval_head and (folder / DRAFT_CONFIG).is_file()
+    return not has_retrieval_head and (folder / draft_head.CONFIG).is_file()
+
+
+def weights_path(folder: Path) -> Path:
+    """The file of the weights that `RetrievalHead.load` reads from a folder."""
+    return draft_head.weights_path(folder) if has_draft_head(folder) else folder / WEIGHTS
 
 
 def require_layers_for(groups: int, model: PreTrainedModel) -> None:

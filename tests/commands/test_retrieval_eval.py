@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.files import read_json, read_jsonl
+from keepsight.files import file_digest, read_json, read_jsonl
 from keepsight.models.card import Provenance
+from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine
 from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
@@ -55,3 +56,21 @@ def test_a_draft_head_is_a_draft(keepsight: CommandLine, here: Path) -> None:
     keepsight("eval", *speckv, "draft.layers=null")
     assert [row["method"] for row in read_jsonl(here / "out" / "results.jsonl")] == ["full", "speckv"]
     keepsight.refuses("draft.layers", "conflict", "eval", *speckv, "draft.layers=[0,2]")
+
+
+def test_a_draft_head_selects_as_the_head_that_is_pruned_from_it(keepsight: CommandLine, here: Path) -> None:
+    vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
+    draft = tiny_draft_head(vocab_size=vocabulary, max_position_embeddings=4096)
+    draft.save(here / "draft", Provenance("tiny"), "# Card\n")
+    pruned = RetrievalHead.from_draft(draft, "previous-step")
+    pruned.save(here / "pruned", Provenance("tiny"), "# Card\n")
+    methods = "methods=[specontext,{name: specontext, retrieval: pruned, label: saved}]"
+    keepsight("eval", *TINY, methods, "retrieval=draft", "budgets=[64]", "samples=1", "max_new_tokens=6")
+    rows = {row["method"]: row for row in read_jsonl(here / "out" / "results.jsonl")}
+    assert rows["specontext"]["answer"] == rows["saved"]["answer"]
+    assert rows["specontext"]["excess_nll"] == rows["saved"]["excess_nll"]
+    digests = read_json(here / "out" / "settings.json")["retrieval_digest"].split(", ")
+    assert digests == [
+        file_digest(here / "draft" / "model.safetensors"),
+        file_digest(here / "pruned" / "retrieval_head.safetensors"),
+    ]
