@@ -226,8 +226,10 @@ class ClusterKV(SummaryRead):
 
     k-means begins with evenly spaced keys, where the paper draws them at random: answers are reproducible, also in a
     batch. The query heads of a KV head read one selection, by the largest of their scores; in the authors' code each
-    has its own. An answer has as many clusters per token as the prompt, 4 for 320 tokens; the authors' fast code makes
-    8, and that of their accuracy tables reads all tokens since the prompt (here: a `window` longer than the answer).
+    has its own. k-means is by cosine; the code of their accuracy tables leaves it to a library whose k-means is
+    Euclidean, and then labels keys by cosine. An answer has as many clusters per token as the prompt, 4 for 320 tokens;
+    the authors' fast code makes 8, and that of their accuracy tables reads all tokens since the prompt (here: a
+    `window` longer than the answer).
 
     Attributes:
         sinks: Number of first entries that are always read (16 in the paper).
