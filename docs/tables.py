@@ -684,6 +684,30 @@ def servers_table() -> str:
     return markdown_table(lines, [*SERVER_COLUMNS.values()])
 
 
+FRONT_SERVERS = {
+    "vLLM alone, full caches": "vLLM alone",
+    "vLLM evicts by itself (`reader=vllm`), SnapKV": "vLLM that evicts (`reader=vllm`, SnapKV)",
+    "`vllm=true`, prefixes made before, LookaheadKV": "vLLM with prefixes made before",
+    "keepsight serve, LookaheadKV": "keepsight's own server",
+}
+"""The rows of README's table of servers: their names in servers.csv and in the table."""
+FRONT_WORKLOADS = {
+    ("new", "48"): "new prompts, answers of 48 tokens",
+    ("new", "512"): "new prompts, 512 tokens",
+    ("documents", "48"): "documents, 48 tokens",
+    ("chats", "48"): "chats, 48 tokens",
+}
+"""Its columns: workload and answer length in servers.csv, and the heading."""
+
+
+def front_servers_table() -> str:
+    """README's table of servers: requests a minute by workload."""
+    requests = read("servers").pivot(index="server", columns=["workload", "answer_tokens"], values="requests_a_minute")
+    table = requests.reindex(index=[*FRONT_SERVERS], columns=[*FRONT_WORKLOADS]).fillna("–")
+    table.columns = [*FRONT_WORKLOADS.values()]
+    return markdown_table(table.rename(FRONT_SERVERS).rename_axis("server").reset_index())
+
+
 SHOWN_STATEMENTS = ("with", "raise", "import", "assert")
 """The questions of run `nats` whose answers docs/excess_nll.md shows."""
 
@@ -1134,6 +1158,7 @@ TABLE_FUNCTIONS = {
     "kvpress": kvpress_table,
     "short-time": short_time_table,
     "servers": servers_table,
+    "front-servers": front_servers_table,
     "short-methods": short_methods_table,
     "short-gpu": short_gpu_table,
     "nats": nats_table,
