@@ -43,7 +43,7 @@ from keepsight.models.lookahead_settings import SELECTION
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.tables import markdown_table
 from keepsight.train.dataset import digests_from_text
-from keepsight.train.distributed import DIVIDED
+from keepsight.train.distributed import SHARDED
 from keepsight.train.settings import TrainSettings
 from keepsight.train.trainer import MEASUREMENTS
 
@@ -85,7 +85,7 @@ _DATA_FOLDERS = {"answers": "data", "fresh_answers": "fresh_data"}
 """The folders of the answers."""
 _FOLDERS = {**_DATA_FOLDERS, **{name: name for name in _TRAININGS}, "distillation": "head", "evaluation": "eval"}
 """The folder of each stage that makes something."""
-_DIVISIBLE = *_TRAININGS, "card"
+_SHARDABLE_STAGES = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
 _DECISIVE = 32
 """Held-out samples by which stages are judged, where the data allow as many."""
@@ -337,12 +337,12 @@ def _fresh_answers(config: configs.Fit, answers: configs.Data, out: str) -> conf
 
 def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
     """UserError for stages and settings that a model sharded over processes does not allow."""
-    by_fsdp2 = config.model.device_map == DIVIDED
+    by_fsdp2 = config.model.device_map == SHARDED
     if by_fsdp2:
         for name in stages:
-            if name not in _DIVISIBLE:
+            if name not in _SHARDABLE_STAGES:
                 raise UserError(
-                    f"stages: {name} needs the whole model, not model.device_map={DIVIDED}, which is for "
+                    f"stages: {name} needs the whole model, not model.device_map={SHARDED}, which is for "
                     "stages=[importance,eviction] or [fresh_eviction]; run it in one process, with "
                     "model.device_map=auto if no GPU holds the model",
                     field="model.device_map",
@@ -357,7 +357,7 @@ def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
             field="stages",
             code="conflict",
         )
-    sharding = f"model.device_map={DIVIDED}" if by_fsdp2 else "ZeRO-3"
+    sharding = f"model.device_map={SHARDED}" if by_fsdp2 else "ZeRO-3"
     trainings: dict[str, tuple[str, TrainSettings]] = {
         "importance": ("train", config.train),
         "eviction": ("finetune.train", config.finetune.train),

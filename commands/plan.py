@@ -25,7 +25,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods.lookaheadkv import selection_fields
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.tables import TerminalColumn, terminal_list, terminal_table
-from keepsight.train.distributed import DIVIDED
+from keepsight.train.distributed import SHARDED
 from keepsight.train.eviction import EvictionObjective, TokensInTraining
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import StepPlan, plan_step
@@ -176,7 +176,7 @@ def run_training(config: PlanTrain) -> None:
             f"tokens={tokens} is more than the model's context of {context}; lower it", field="tokens", code="range"
         )
 
-    by_layer = config.model.device_map == DIVIDED
+    by_layer = config.model.device_map == SHARDED
     shards = config.gpus if config.shard or by_layer else 1
     plan = plan_step(
         model.config,
@@ -243,9 +243,9 @@ def _check(config: PlanTrain) -> None:
             field="model.device_map",
             code="conflict",
         )
-    if device_map not in (None, DIVIDED):
+    if device_map not in (None, SHARDED):
         raise UserError(
-            f"model.device_map={device_map} is unknown here; choose {DIVIDED}, or null for the whole model",
+            f"model.device_map={device_map} is unknown here; choose {SHARDED}, or null for the whole model",
             field="model.device_map",
             code="unknown",
         )

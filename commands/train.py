@@ -21,7 +21,7 @@ from keepsight.errors import UserError, require_same
 from keepsight.eval.bench.measure import median_seconds, random_ids, require_room
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import write_png
-from keepsight.models.distributed import created_divided, launched
+from keepsight.models.distributed import created_sharded, launched
 from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
 from keepsight.models.lora import chosen_targets
 from keepsight.models.targets import Target, keep_gradients
@@ -29,7 +29,7 @@ from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.state import prefill
 from keepsight.train.dataset import UnseenQuestions
-from keepsight.train.distributed import DIVIDED, divide_layers
+from keepsight.train.distributed import SHARDED, shard_layers
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plots import ablation_figure, lookahead_figure
 from keepsight.train.trainer import ModuleTrainer, Trained
@@ -125,8 +125,8 @@ def placed_target(config: UsesModel) -> Target:
     UserError: it cannot be loaded, there is one process, or sharded weights are to be quantised.
     """
     dtype = training_dtype(config.model)
-    if config.model.device_map != DIVIDED:
-        with created_divided(dtype):
+    if config.model.device_map != SHARDED:
+        with created_sharded(dtype):
             if config.model.quantize and is_deepspeed_zero3_enabled():
                 advice = "start with recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
                 raise UserError(
@@ -141,14 +141,14 @@ def placed_target(config: UsesModel) -> Target:
     processes = launched()
     if processes.num_processes == 1:
         raise UserError(
-            f"model.device_map={DIVIDED}: there is one process; start with recipes/accelerate/fsdp2.yaml",
+            f"model.device_map={SHARDED}: there is one process; start with recipes/accelerate/fsdp2.yaml",
             field="model.device_map",
             code="conflict",
         )
     on_cpu = replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
     device = "cpu" if processes.is_main_process else "meta"
     target = training_target(on_cpu, {"": device})
-    divide_layers(target.model)
+    shard_layers(target.model)
     return target
 
 

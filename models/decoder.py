@@ -33,13 +33,21 @@ RECURRENT = ("linear_attention", "conv")
 WITHOUT_CACHE = ("moe", "mlp")
 BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT, "hybrid_sliding", *WITHOUT_CACHE)
 """Kinds of layers whose cache does not grow with the prompt."""
-_OTHER_HEADS = ("diffllama", "jetmoe")
-_OTHER_MASKS = ("doge",)
+_OWN_HEADS = "shares its KV heads among query heads in its own way; load a model with grouped heads"
+_OWN_CACHE = "has its own kind of cache; load a model that takes transformers' DynamicCache"
+_UNSUPPORTED = {
+    "diffllama": _OWN_HEADS,
+    "jetmoe": _OWN_HEADS,
+    "doge": "computes the mask of each head from the values of all entries; load another model",
+    "diffusion_gemma": "denoises many tokens at once; load a model that answers token by token",
+    "kosmos-2.5": "numbers its tokens in its own way; load a model that takes position_ids",
+    "minimax": _OWN_CACHE,
+    "recurrent_gemma": _OWN_CACHE,
+    "zaya": _OWN_CACHE,
+}
+"""Model types that keepsight would serve wrongly: why, and what to do instead."""
 _WITH_INDEXER = ("deepseek_v32", "glm_moe_dsa")
 """Models whose indexers are known: a key of one head beside each latent entry, and the best entries in order."""
-_DIFFUSION = ("diffusion_gemma",)
-_OTHER_POSITIONS = ("kosmos-2.5",)
-_OTHER_CACHES = ("minimax", "recurrent_gemma", "zaya")
 RESTARTS = ("jamba", "zamba")
 """Models whose recurrent layers forget their state where they read several tokens at once."""
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -221,8 +229,8 @@ def embedding_scale(model: PreTrainedModel) -> float:
     return float(getattr(module, "embed_scale", 1.0))
 
 
-def embedding_spread(model: PreTrainedModel) -> Tensor:
-    """The standard deviation, as a tensor without dimensions, of the input embeddings as the first layer reads them."""
+def embedding_std(model: PreTrainedModel) -> Tensor:
+    """[] float32: the standard deviation of the input embeddings as the first layer reads them."""
     norm: Any = getattr(model.get_input_embeddings(), "embed_norm", None)
     if norm is not None:  # Inkling's embedding normalises each
         gain: Tensor = norm.weight
@@ -380,36 +388,8 @@ def require_supported_config(config: Any) -> None:
         raise UserError(
             f"{kind} is made of several stacks of layers; load a model with one decoder", field="model", code="model"
         )
-    if kind in _OTHER_HEADS:
-        raise UserError(
-            f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads",
-            field="model",
-            code="model",
-        )
-    if kind in _OTHER_MASKS:
-        raise UserError(
-            f"{kind} computes the mask of each head from the values of all entries; load another model",
-            field="model",
-            code="model",
-        )
-    if kind in _DIFFUSION:
-        raise UserError(
-            f"{kind} denoises many tokens at once; load a model that answers token by token",
-            field="model",
-            code="model",
-        )
-    if kind in _OTHER_POSITIONS:
-        raise UserError(
-            f"{kind} numbers its tokens in its own way; load a model that takes position_ids",
-            field="model",
-            code="model",
-        )
-    if kind in _OTHER_CACHES:
-        raise UserError(
-            f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache",
-            field="model",
-            code="model",
-        )
+    if kind in _UNSUPPORTED:
+        raise UserError(f"{kind} {_UNSUPPORTED[kind]}", field="model", code="model")
     supported_kinds = [*SCORED, *BOUNDED]
     if kind not in _WITH_INDEXER:
         supported_kinds.remove(INDEXED)
@@ -504,7 +484,7 @@ def running_devices(model: nn.Module) -> list[torch.device]:
     return list(devices)
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_on_several_devices(model: nn.Module) -> bool:
     """Whether accelerate placed the modules of a model, or of one within it, on several devices."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 

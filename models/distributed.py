@@ -60,7 +60,7 @@ def check_builds() -> None:
             )
 
 
-def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
+def map_over_processes(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
     """The results of all parts in order, on every process of the launch; each process does its share of the work.
 
     Every process does equally many parts, some of them twice, because a sharded model must run on all or on none.
@@ -87,8 +87,8 @@ def shards_models() -> bool:
 
 
 @contextmanager
-def created_divided(dtype: str) -> Iterator[None]:
-    """Within the block, where the launcher asks for ZeRO-3, a model is partitioned while it is loaded.
+def created_sharded(dtype: str) -> Iterator[None]:
+    """Within the block, where the launcher asks for ZeRO-3, a model is sharded while it is loaded.
 
     Only the first process ever holds the whole model, in CPU memory, to read the files. `dtype` is the model's.
     """
@@ -106,7 +106,7 @@ def created_divided(dtype: str) -> Iterator[None]:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def whole_weights(module: nn.Module) -> Iterator[None]:
     """Within the block a module's own weights are whole on every process; all processes must enter it."""
     partitioned = [weight for weight in module.parameters(recurse=False) if hasattr(weight, "ds_id")]
     if not partitioned:

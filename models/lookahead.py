@@ -22,8 +22,8 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import at_home, file_digest, read_json, write_json
 from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
-from keepsight.models.decoder import embedding_spread, input_embedding, input_shape
-from keepsight.models.distributed import gathered
+from keepsight.models.decoder import embedding_std, input_embedding, input_shape
+from keepsight.models.distributed import whole_weights
 from keepsight.models.identity import Identity, logger, template_digest
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, checked_weights
 from keepsight.models.lora import PREFIX, FoldedLora, LastRows, Lora, chosen_targets
@@ -58,10 +58,10 @@ class Lookahead(nn.Module):
         super().__init__()
         self.model = model
         self.settings = settings
-        with gathered(model.get_input_embeddings()):
+        with whole_weights(model.get_input_embeddings()):
             embedding = input_embedding(model)
             random = torch.randn(settings.tokens, embedding.shape[1], dtype=torch.float32, device=embedding.device)
-            random = random * embedding_spread(model)
+            random = random * embedding_std(model)
         self.soft_tokens = nn.Embedding.from_pretrained(random, freeze=False)
         self.lora = None
         linears = chosen_targets(model, settings.targets) if settings.rank else {}

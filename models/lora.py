@@ -27,10 +27,10 @@ PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapt
 
 _LEFT_OUT = re.compile(r"(^|\.)(experts|router|gate|shared_expert_gate|kv_b_proj)(\.|$)")
 """Experts and their routers; the expansion of latents, which is applied to the cache and not to new tokens."""
-_SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
-"""Projections of queries and keys."""
+_QUERY_OR_KEY = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
+"""Projections of queries or keys."""
 _QUERIES_AND_VALUES = r"(qkv|q|kv|v)_[^.]*"
-"""Projections of queries and values, without and with those of keys."""
+"""Pattern of the query and value projections; fused ones (`qkv`, `kv`) contain the keys' too."""
 
 _SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Modules of one parent that read the same input."""
@@ -265,7 +265,7 @@ def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
         for name, linear in linears(layer):
             if any(name.startswith(f"{mixer}.") for mixer in recurrent):
                 continue
-            is_scored = index < last_layer or _SCORED.search(name)
+            is_scored = index < last_layer or _QUERY_OR_KEY.search(name)
             if is_scored and not _LEFT_OUT.search(name):
                 targets[f"{stack_name}.{index}.{name}"] = linear
     return targets

@@ -41,7 +41,7 @@ from keepsight.experimental import is_on
 from keepsight.files import at_home
 from keepsight.models.chat import load_tokenizer, set_chat_template, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
-from keepsight.models.distributed import gathered
+from keepsight.models.distributed import whole_weights
 from keepsight.models.identity import (
     FIRST_VALUES,
     Identity,
@@ -245,7 +245,7 @@ def _target(
 
 def _require_finite(model_id: str, model: PreTrainedModel) -> None:
     for module_name, module in model.named_modules():
-        with gathered(module):
+        with whole_weights(module):
             for name, parameter in module.named_parameters(module_name, recurse=False):
                 weight = values_of(model, name, parameter)
                 if not weight.is_meta and not weight.isfinite().all():
@@ -329,7 +329,7 @@ def placement(
             code="unknown",
         )
     if quantize is None:
-        return _spread(device_map, devices) if device_map else {}
+        return _placement_options(device_map, devices) if device_map else {}
     if quantize not in QUANTIZE:
         raise UserError(
             f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null",
@@ -351,12 +351,12 @@ def placement(
         )
     else:
         quantization = BitsAndBytesConfig(load_in_8bit=True)
-    options = _spread(device_map or {"": devices[0]}, devices)
+    options = _placement_options(device_map or {"": devices[0]}, devices)
     options["quantization_config"] = quantization
     return options
 
 
-def _spread(device_map: str | Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
+def _placement_options(device_map: str | Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
     """Arguments of `from_pretrained` that place the layers as `device_map` says; `auto` uses these GPUs alone."""
     if device_map != "auto":
         return {"device_map": device_map}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.models.decoder import is_spread
+from keepsight.models.decoder import is_on_several_devices
 from keepsight.runtime.attention import OwnAttention, Recorder, Softmax, grouped_attention, run, visible
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.matmul_attention import attend_by_products, is_faster
@@ -56,7 +56,7 @@ def can_read_beside(model: PreTrainedModel, cache: Cache) -> bool:
             return False
         if layer.indexed or layer.recurrent is not None or layer.expansion is not None:
             return False
-    return length_limit(model.config) is None and not is_spread(model)
+    return length_limit(model.config) is None and not is_on_several_devices(model)
 
 
 def run_beside(

@@ -104,14 +104,14 @@ def observed_attention(
         stop = min(start + ROWS_AT_ONCE, queries)
         if last_seen is None:
             visible = key.shape[2] - (queries - stop)  # no query of the block sees what comes after the block
-            hidden = None
+            unseen = None
         else:
             visible = key.shape[2]
-            hidden = torch.arange(queries, device=device) > last_seen[:, start:stop, None]
+            unseen = torch.arange(queries, device=device) > last_seen[:, start:stop, None]
         block_key_mask = None if key_mask is None else key_mask[..., :visible]
         block_query_mask = None if query_mask is None else query_mask[..., start:stop]
 
-        weights = attention_weights(query[:, :, start:stop], key[:, :, :visible], softmax, block_key_mask, hidden)
+        weights = attention_weights(query[:, :, start:stop], key[:, :, :visible], softmax, block_key_mask, unseen)
         block_total = _over_queries(weights[..., :length], block_query_mask, reduction)
         block_total = functional.pad(block_total, (0, length - block_total.shape[-1]))
         if total is None:
@@ -163,24 +163,24 @@ def combine(
 
 
 def attention_weights(
-    query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None, hidden: Tensor | None = None
+    query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None, unseen: Tensor | None = None
 ) -> Tensor:
     """Attention weights in float32; arguments as for `observed_attention`.
 
-    The queries are those of the last q keys, unless `hidden` [B, q, m] bool says which of the last m keys each of them
-    does not see.
+    Without `unseen` the queries are those of the last q keys, and causal. It is [B, q, m] bool, True for those of the
+    last m keys that a query does not see.
 
     Returns:
-        [B, H, q, S] float32, causal unless `hidden` is set.
+        [B, H, q, S] float32.
     """
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * queries, width)
-    # In place, and masked only where something can be hidden: passes over the logits dominate the time.
+    # In place, and masked only where something can be unseen: passes over the logits dominate the time.
     logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, queries, keys)
     least = torch.finfo(torch.float32).min
-    hidden = later(queries, query.device) if hidden is None else hidden[:, None, None]
-    logits[..., keys - hidden.shape[-1] :].masked_fill_(hidden, least)
+    unseen = later(queries, query.device) if unseen is None else unseen[:, None, None]
+    logits[..., keys - unseen.shape[-1] :].masked_fill_(unseen, least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)

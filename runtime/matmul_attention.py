@@ -67,7 +67,7 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float
     ones[0] = 1.0
     keys = torch.cat([key, ones.expand(*key.shape[:3], -1)], dim=-1).flatten(0, 1)
     values = value.flatten(0, 1)
-    hidden = None if mask is None else ~mask[:, :, None]
+    unseen = None if mask is None else ~mask[:, :, None]
     output = value.new_empty(batch, queries, heads, value.shape[3])
     buffer = query.new_empty(batch * heads * rows * entries)
     lowest = torch.finfo(query.dtype).min
@@ -80,8 +80,8 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float
 
         sampled_keys = keys[:, : seen if mask is not None else before + 1 : _SAMPLED, :width]
         sampled_logits = torch.bmm(_by_kv_head(block), sampled_keys.mT).view(*block.shape[:-1], -1)
-        if hidden is not None:
-            sampled_logits.masked_fill_(hidden[..., start:end, ::_SAMPLED], lowest)
+        if unseen is not None:
+            sampled_logits.masked_fill_(unseen[..., start:end, ::_SAMPLED], lowest)
         reference = torch.maximum(sampled_logits.amax(dim=-1, keepdim=True), diagonal_logits[:, :, :, start:end])
         shift = torch.cat([-reference, reference.new_zeros(*reference.shape[:-1], channels - 1)], dim=-1)
 
@@ -89,8 +89,8 @@ def attend_by_products(query: Tensor, key: Tensor, value: Tensor, scaling: float
         logits = buffer[: batch * heads * count * seen].view(batch * kv_heads, group * count, seen)
         torch.bmm(shifted, keys[:, :seen].mT, out=logits)
         by_query = logits.view(batch, kv_heads, group, count, seen)
-        if hidden is not None:
-            by_query.masked_fill_(hidden[..., start:end, :], lowest)
+        if unseen is not None:
+            by_query.masked_fill_(unseen[..., start:end, :], lowest)
         else:
             later = torch.ones(count, count, dtype=torch.bool).triu_(1)
             by_query[..., before:].masked_fill_(later, lowest)

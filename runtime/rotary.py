@@ -78,7 +78,7 @@ class Rotary:
         """Heads [B, h, n, d] float32 at positions `before` [B or 1, n] -> at positions `after`."""
         return self.turned(self.undone(heads, before), after)
 
-    def spread(self, heads: Tensor, positions: Tensor) -> Tensor:
+    def mean_over_positions(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 without positions -> the mean of each over positions [m]."""
         if self._embedding is None:
             return heads

@@ -41,7 +41,7 @@ from typing_extensions import override
 
 from keepsight.errors import one_line
 from keepsight.experimental import is_on
-from keepsight.models.decoder import is_spread
+from keepsight.models.decoder import is_on_several_devices
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_attention, run
 from keepsight.runtime.join import as_ragged
@@ -155,7 +155,7 @@ def reason_against(model: Reader, state: State) -> str | None:
         return "RoPE depends on the length of the text"
     if any(layer.expansion is not None for layer in state.layers):
         return "attention is latent"
-    if is_spread(model):
+    if is_on_several_devices(model):
         return "the model is on several devices"
     shapes = {(layer.kv_heads, layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype) for layer in state.layers}
     if len(shapes) > 1:

@@ -20,8 +20,8 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_layers, full_attention_layers
 from keepsight.models.distributed import launched, whole_shape
 
-DIVIDED = "fsdp2"
-"""The value of `model.device_map` that selects `divide_layers`."""
+SHARDED = "fsdp2"
+"""The value of `model.device_map` that selects `shard_layers`."""
 
 
 def gather_weights(module: nn.Module) -> None:
@@ -36,8 +36,8 @@ def gather_weights(module: nn.Module) -> None:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """`gather_weights` within the block; afterwards the parameters are what DeepSpeed expects."""
+def float32_trainables(module: nn.Module) -> Iterator[None]:
+    """Within the block trainable parameters are whole and float32 (`gather_weights`); then as DeepSpeed expects."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     local_values = [parameter.data for parameter in trainable]
     gather_weights(module)
@@ -59,7 +59,7 @@ def _gathered_value(parameter: Tensor) -> Tensor:
     return value.detach().view(whole_shape(parameter)).clone()
 
 
-def divide_layers(model: PreTrainedModel) -> None:
+def shard_layers(model: PreTrainedModel) -> None:
     """Shard the layers of a frozen model over all processes with FSDP2; each layer is gathered while it runs.
 
     The first process has the weights on the CPU and sends them to all devices one by one; the others' models may be on
@@ -108,7 +108,7 @@ def gather_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> Non
 
 
 def leave_to_fsdp(module: nn.Module) -> None:
-    """Tell DDP to ignore the parameters that `divide_layers` has sharded."""
+    """Tell DDP to ignore the parameters that `shard_layers` has sharded."""
     sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)
 

@@ -20,7 +20,7 @@ from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import atomic_file, file_digest, hex_digest, one_writer, read_json, write_json
 from keepsight.models.decoder import decoder_of, logits_of, on_each
-from keepsight.models.distributed import divided, launched
+from keepsight.models.distributed import launched, map_over_processes
 from keepsight.models.draft_head import DraftHead, default_feature_layers
 from keepsight.models.identity import MadeWith
 from keepsight.progress import progress_bar
@@ -415,7 +415,7 @@ def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str
         return torch.stack(sums).sum(0)
 
     with objective.measuring():
-        sums = divided(batch_sums, batches)
+        sums = map_over_processes(batch_sums, batches)
     kl, kl_rows, agreeing, rows, accepted, tried = torch.stack(sums).sum(0).T
     kl_by_step = (kl / kl_rows.clamp(min=1)).tolist()
     agreement_by_step = (agreeing / rows.clamp(min=1)).tolist()

@@ -30,7 +30,7 @@ from keepsight.models.decoder import (
     logits_of,
     require_full_attention,
 )
-from keepsight.models.distributed import divided, gathered
+from keepsight.models.distributed import map_over_processes, whole_weights
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.allocate import Global, HeadSizes, Uniform
 from keepsight.runtime.attention import Softmax, grouped_attention, later, run
@@ -281,8 +281,8 @@ class EvictionObjective(ReplayedObjective):
             return self.excess_nll(Batch(**values), list(floors.values()))
 
         all_batches = list(batches)
-        with self.measuring(), gathered(self):
-            measured_batches = divided(measure_batch, all_batches)
+        with self.measuring(), whole_weights(self):
+            measured_batches = map_over_processes(measure_batch, all_batches)
         metrics: dict[str, Any] = {}
         for number, suffix in enumerate(floors):
             for budget in self.settings.budgets:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keepsight.models.decoder import on_each
-from keepsight.models.distributed import divided
+from keepsight.models.distributed import map_over_processes
 from keepsight.runtime.importance import reduce_group, top_mask
 from keepsight.train.dataset import Batch
 
@@ -109,7 +109,7 @@ def measure_fidelity(
         target, predicted = importances(batch)
         return np.stack(list(_measure_samples(target, predicted, batch, kv_heads, budget)))
 
-    means = np.concatenate(list(divided(measure_batch, batches))).mean(axis=0)
+    means = np.concatenate(list(map_over_processes(measure_batch, batches))).mean(axis=0)
     return Fidelity(*means.T.tolist())
 
 

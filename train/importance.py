@@ -76,7 +76,7 @@ class Cuts:
         cut_rows = []
         weights: list[float] = []
         for sample_prompt, sample_answer in zip(batch.prompt_lengths(), batch.answer_lengths(), strict=True):
-            cuts = spread(sample_answer, count)
+            cuts = cut_positions(sample_answer, count)
             missing = count - len(cuts)
             cut_rows.append(cuts + [cuts[-1]] * missing)
             weights += [1 / len(cuts) / len(batch.prompt_ids)] * len(cuts) + [0.0] * missing
@@ -118,7 +118,7 @@ class Cuts:
         return layers
 
 
-def spread(length: int, count: int) -> list[int]:
+def cut_positions(length: int, count: int) -> list[int]:
     """The number of an answer's tokens before each cut: `count` cuts, or as many as the answer has tokens."""
     distinct = max(1, min(length, count))
     return [number * length // distinct for number in range(distinct)]
@@ -297,7 +297,7 @@ class ImportanceObjective(ReplayedObjective):
         """Operations of the second pass and its gradients; the frozen weights have none."""
         rows, prompt_length = batch.prompt_ids.shape
         answer_length = batch.answer_ids.shape[1]
-        tokens_before = prompt_length + spread(answer_length, self.cuts)[-1]
+        tokens_before = prompt_length + cut_positions(answer_length, self.cuts)[-1]
         tokens = self.lookahead.settings.tokens
         row_pass = pass_flops(self.lookahead.model, self._weights, tokens, tokens_before)
         return rows * self.cuts * 2 * row_pass

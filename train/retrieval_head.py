@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
-from keepsight.models.distributed import divided
+from keepsight.models.distributed import map_over_processes
 from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.runtime.attention import Softmax, recording
 from keepsight.runtime.distance_bias import require_no_distance_bias
@@ -177,10 +177,10 @@ def head_scores(head: RetrievalHead, batch: Texts, rows: int, embeddings: Tensor
     query = head.queries(inputs[:, -rows:], batch.positions[:, -rows:]).unflatten(1, (head.kv_heads, -1))
     key = head.keys(inputs, batch.positions)
     logits = (query @ key[:, :, None].transpose(-1, -2)).float() * head.scaling
-    hidden = torch.ones(rows, length, dtype=torch.bool, device=key.device).triu(length - rows + 1)
+    unseen = torch.ones(rows, length, dtype=torch.bool, device=key.device).triu(length - rows + 1)
     if batch.mask is not None:
-        hidden = hidden | ~batch.mask[:, None, None, None]
-    logits = logits.masked_fill(hidden, _LOWEST)
+        unseen = unseen | ~batch.mask[:, None, None, None]
+    logits = logits.masked_fill(unseen, _LOWEST)
     return logits.log_softmax(dim=-1).amax(dim=2).log_softmax(dim=-1)
 
 
@@ -289,7 +289,7 @@ def measure_retrieval_head(
         return samples
 
     with objective.measuring():
-        samples = list(chain.from_iterable(divided(measure_batch, batches)))
+        samples = list(chain.from_iterable(map_over_processes(measure_batch, batches)))
     measures_by_budget: dict[int, list[dict[str, float]]] = {}
     for number, budget in enumerate(budgets):
         measures = [sample_measures[number] for _, sample_measures in samples if sample_measures[number]]

@@ -23,7 +23,7 @@ from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import append_lines, one_writer, read_bytes, whole_lines, write_lines
 from keepsight.models.artifacts import check_names_and_shapes, read_tensors
-from keepsight.models.decoder import is_spread
+from keepsight.models.decoder import is_on_several_devices
 from keepsight.models.distributed import check_builds
 from keepsight.models.identity import Identity, MadeWith
 from keepsight.models.transformers_internals import use_one_gpu
@@ -49,7 +49,7 @@ from keepsight.train.dataset import (
     prompt_digests,
     samples_digest,
 )
-from keepsight.train.distributed import gather_weights, gathered, launcher_of, leave_to_fsdp
+from keepsight.train.distributed import float32_trainables, gather_weights, launcher_of, leave_to_fsdp
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
 from keepsight.train.settings import ReplaySettings, TrainSettings
@@ -132,7 +132,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         key = objective.settings_key
         settings.check(key)
         arguments = training_arguments(settings, run.work, key)
-        if arguments.n_gpu > 1 and not is_spread(objective):
+        if arguments.n_gpu > 1 and not is_on_several_devices(objective):
             print(
                 f"this training uses one of {arguments.n_gpu} GPUs; to use all, begin the command with "
                 f"`accelerate launch --multi_gpu --num_processes {arguments.n_gpu}` in place of `python`"
@@ -212,7 +212,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
                 field="model.device_map",
                 code="conflict",
             )
-        if self.args.world_size > 1 and is_spread(self.objective):
+        if self.args.world_size > 1 and is_on_several_devices(self.objective):
             raise UserError(
                 f"model.device_map=auto is for one process; for several {fsdp2}",
                 field="model.device_map",
@@ -408,7 +408,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not is_spread(model):  # parts of a model on several devices stay where they are
+        if not is_on_several_devices(model):  # parts of a model on several devices stay where they are
             super()._move_model_to_device(model, device)
 
     @override
@@ -452,7 +452,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        with gathered(self.objective):
+        with float32_trainables(self.objective):
             state = self.objective.weights()
         if self.args.should_save:
             folder = Path(output_dir or self.work)
@@ -487,7 +487,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         path = Path(resume_from_checkpoint) / self.objective.weights_file
         saved = read_tensors(path)
-        with gathered(self.objective):
+        with float32_trainables(self.objective):
             check_names_and_shapes(path, saved, self.objective.weights())
         self.objective.load_weights(saved)
 

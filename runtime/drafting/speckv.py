@@ -327,8 +327,8 @@ def attend_vertical_slash(
         seen = columns[..., :end] | on_slash
         seen_positions = top_indices(seen.float(), int(seen.sum(dim=2).max()))
 
-        hidden = ~seen.gather(2, seen_positions)[:, :, None] | (seen_positions[:, :, None] > rows[:, None])
-        mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        unseen = ~seen.gather(2, seen_positions)[:, :, None] | (seen_positions[:, :, None] > rows[:, None])
+        mask = query.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
         by_kv_head = seen_positions.unflatten(1, (-1, group)).flatten(2)
         head_keys = at_columns(key, by_kv_head).unflatten(2, (group, -1)).flatten(1, 2)
         head_values = at_columns(value, by_kv_head).unflatten(2, (group, -1)).flatten(1, 2)

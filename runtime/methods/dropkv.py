@@ -38,13 +38,13 @@ class Perturbation(LayerObserver):
         queries: Tensor = recorded.queries
         observers = queries.shape[2]
         keys, values, real = layer.attended()
-        hidden = None
+        unseen = None
         if recorded.ahead is not None:
             positions = torch.arange(observers, device=queries.device)
-            hidden = positions > (positions + recorded.ahead.to(queries.device))[..., None]
+            unseen = positions > (positions + recorded.ahead.to(queries.device))[..., None]
 
         kv_heads = keys.shape[1]
-        weights = attention_weights(queries, keys, recorded.softmax, real, hidden)
+        weights = attention_weights(queries, keys, recorded.softmax, real, unseen)
         weights = weights.unflatten(1, (kv_heads, -1))  # [B, K, H / K, q, C]
         values = values.float()[:, :, None]
         outputs = weights @ values

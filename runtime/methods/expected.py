@@ -71,15 +71,15 @@ class ExpectedQueries(LayerObserver):
         entries = layer.attended()
         device = entries.keys.device
         positions = layer.seen + torch.arange(self.positions_ahead, device=device)
-        mean = rotary.spread(statistics.mean[:, :, None], positions)
+        mean = rotary.mean_over_positions(statistics.mean[:, :, None], positions)
         group = mean.shape[1] // entries.keys.shape[1]
         keys = entries.keys.float().repeat_interleave(group, dim=1)
 
         logits = (mean * keys).sum(dim=-1) * scaling
         if self.covariance:
             # Both sides of the matrix are rotated.
-            covariance = rotary.spread(statistics.covariance, positions)
-            covariance = rotary.spread(covariance.mT, positions)
+            covariance = rotary.mean_over_positions(statistics.covariance, positions)
+            covariance = rotary.mean_over_positions(covariance.mT, positions)
             variance = (keys @ covariance * keys).sum(dim=-1)
             logits = logits + variance * scaling**2 / 2
 
@@ -176,10 +176,10 @@ class Trigonometric(Observer):
         positions = layer.seen + torch.tensor(_OFFSETS, device=keys.device)
         mean = statistics.mean[:, :, None]
 
-        mean_norms = rotary.pair_norms(rotary.spread(mean, positions[:1]))
+        mean_norms = rotary.pair_norms(rotary.mean_over_positions(mean, positions[:1]))
         norms_beyond_mean = statistics.mean_norms[:, :, None] - mean_norms
         norm_term = (norms_beyond_mean * rotary.pair_norms(keys)).sum(dim=-1) / 2  # each pair has two dimensions
-        scores = (rotary.spread(mean, positions) * keys).sum(dim=-1) + norm_term
+        scores = (rotary.mean_over_positions(mean, positions) * keys).sum(dim=-1) + norm_term
 
         real = entries.marks.float().repeat_interleave(group, dim=1)
         real_entries = real.sum(dim=-1, keepdim=True).clamp(min=1)

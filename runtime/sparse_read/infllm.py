@@ -100,14 +100,14 @@ class MemoryLayer(OwnAttention, KeptLayer):
         # A query does not see tokens after it, and sees those of its window once.
         far_age = positions[0, :, None] - far_tokens
         near_age = positions[0, :, None] - near_tokens
-        hidden_far = (far_age < window) & (far_tokens >= self._far)
-        hidden_near = (near_age < 0) | (near_age >= window)
-        hidden = torch.cat([hidden_far, hidden_near], dim=1)
+        unseen_far = (far_age < window) & (far_tokens >= self._far)
+        unseen_near = (near_age < 0) | (near_age >= window)
+        unseen = torch.cat([unseen_far, unseen_near], dim=1)
 
         far_query = far_query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
         near_query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
         logits = torch.cat([softmax.logits(far_query, far_keys), softmax.logits(near_query, near_keys)], dim=3)
-        logits = logits.unflatten(2, (-1, rows)).masked_fill(hidden, -torch.inf)
+        logits = logits.unflatten(2, (-1, rows)).masked_fill(unseen, -torch.inf)
         weights = softmax.normalised(logits).flatten(1, 2)
         self._remember(weights[..., len(far_tokens) :].sum(dim=2))
 

@@ -164,8 +164,8 @@ class ShadowPrompt(LayerSelector):
     def select_tokens(self, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
         """The entries [B, K, k] int64 that a query [B, H, 1, d] reads beside outliers, and which are real."""
         count = min(max(self.counts.selected), self.landmarks.shape[2])
-        no_hidden = self.selectable.new_zeros(len(query), 1, 0)  # all chunks are before the query
-        weights = attention_weights(query, self.landmarks, softmax, self.selectable, no_hidden)[:, :, 0]
+        all_seen = self.selectable.new_zeros(len(query), 1, 0)  # all chunks are before the query
+        weights = attention_weights(query, self.landmarks, softmax, self.selectable, all_seen)[:, :, 0]
         importance = reduce_group(weights, self.landmarks.shape[1], "max").masked_fill(~self.selectable, -1.0)
         chunks = top_indices(importance, count)
         tokens = _chunk_tokens(chunks, self.chunk)

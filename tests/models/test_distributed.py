@@ -58,7 +58,7 @@ def test_each_process_does_its_share_and_all_get_everything_in_order(
     def as_process(index: int, own: list[int], gathered: list[int]) -> Any:
         monkeypatch.setattr(distributed, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
         monkeypatch.setattr(distributed, "gather_object", lambda _: gathered)
-        return distributed.divided(own.append, [1, 2, 3, 4, 5])
+        return distributed.map_over_processes(own.append, [1, 2, 3, 4, 5])
 
     for index in range(count):
         as_process(index, done[index], [0] * 100)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.models.decoder import embedding_spread
+from keepsight.models.decoder import embedding_std
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.distance_bias import CHANNELS, DistanceBias, positions_in, with_positions, without_positions
@@ -253,7 +253,7 @@ def test_keys_are_measured_without_their_positions() -> None:
 def test_soft_tokens_begin_as_large_as_normalised_embeddings() -> None:
     model = family_model("Inkling")
     embedded = model.get_input_embeddings()(torch.arange(100))
-    assert embedding_spread(model).item() == pytest.approx(embedded.std().item(), rel=0.05)
+    assert embedding_std(model).item() == pytest.approx(embedded.std().item(), rel=0.05)
     tokens = Lookahead(model, LookaheadSettings(tokens=64, rank=0)).tokens
     assert tokens.std().item() == pytest.approx(1.0, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""How far the logits of a base model that FSDP2 divided over the processes are from those of a whole one."""
+"""How far the logits of a base model that FSDP2 sharded over the processes are from those of a whole one."""
 
 import sys
 
@@ -8,16 +8,16 @@ from torch.distributed.tensor import DTensor
 from keepsight.commands import train
 from keepsight.commands.config_shared import ModelConfig
 from keepsight.models.targets import load_target
-from keepsight.train.distributed import DIVIDED
+from keepsight.train.distributed import SHARDED
 from tests.tiny import prompt_ids
 
 if __name__ == "__main__":
     folder, prompt = sys.argv[1], prompt_ids(30)[0]
-    model = ModelConfig(id=folder, device="cpu", dtype="float32", device_map=DIVIDED)
-    divided = train.placed_target(train.Config(model=model)).model
+    model = ModelConfig(id=folder, device="cpu", dtype="float32", device_map=SHARDED)
+    sharded = train.placed_target(train.Config(model=model)).model
     whole = load_target(folder, device="cpu", dtype="float32").model
-    assert isinstance(divided.model.layers[0].mlp.up_proj.weight, DTensor)
-    tied = getattr(divided.get_output_embeddings(), "weight") is divided.get_input_embeddings().weight  # noqa: B009
+    assert isinstance(sharded.model.layers[0].mlp.up_proj.weight, DTensor)
+    tied = getattr(sharded.get_output_embeddings(), "weight") is sharded.get_input_embeddings().weight  # noqa: B009
     with torch.no_grad():
-        apart = (divided(prompt).logits - whole(prompt).logits).abs().max().item()
+        apart = (sharded(prompt).logits - whole(prompt).logits).abs().max().item()
     print(f"tied {tied}, equal {apart < 1e-5} ({apart})", flush=True)

@@ -1,7 +1,7 @@
 """`train_lookahead.py` whose second process gets a SIGTERM at its third batch, as a job that runs out of time.
 
 The first process takes its time to write the weights, and the second ends as soon as it may.
-Each process prints how many of the target's weights it held before FSDP2 divided them and when the module was made.
+Each process prints how many of the target's weights it held before FSDP2 sharded them and when the module was made.
 """
 
 import os
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from keepsight.commands import train
 from keepsight.commands.cli import main
 from keepsight.models.lookahead import Lookahead
-from keepsight.train.distributed import divide_layers
+from keepsight.train.distributed import shard_layers
 from keepsight.train.importance import ImportanceObjective
 from tests.train.runs import at_batch
 
@@ -27,9 +27,9 @@ def _held(model: nn.Module) -> int:
     return sum(each.numel() for each in local if not each.is_meta)
 
 
-def _divided(model: PreTrainedModel) -> None:
+def _sharded(model: PreTrainedModel) -> None:
     print(f"weights read: {_held(model)}", flush=True)
-    divide_layers(model)
+    shard_layers(model)
 
 
 def _stopped(lookahead: Lookahead, *given: Any) -> ImportanceObjective:
@@ -47,7 +47,7 @@ def _saved(*given: Any) -> None:
 if __name__ == "__main__":
     _save = train.save
     train.save = _saved  # type: ignore[assignment]
-    train.divide_layers = _divided
+    train.shard_layers = _sharded
     train.ImportanceObjective = _stopped  # type: ignore[assignment, misc]
     status = main(["train", *sys.argv[1:]])
     if os.environ["RANK"] != "0":

@@ -13,7 +13,7 @@ from keepsight.data_gen.store import TrainingSample
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
 from keepsight.train.dataset import Batch
-from keepsight.train.importance import Cuts, ImportanceObjective, spread
+from keepsight.train.importance import Cuts, ImportanceObjective, cut_positions
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import ReplaySettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
@@ -39,7 +39,7 @@ def divided(row: TrainingSample, cuts: int) -> list[TrainingSample]:
     """The samples that a sample is at each of its cuts."""
     return [
         replace(row, prompt_ids=row.prompt_ids + row.answer_ids[:cut], answer_ids=row.answer_ids[cut:])
-        for cut in spread(len(row.answer_ids), cuts)
+        for cut in cut_positions(len(row.answer_ids), cuts)
     ]
 
 
@@ -66,7 +66,7 @@ def apart(each: ImportanceObjective, rows: list[TrainingSample], cuts: int) -> L
     [(12, 1, [0]), (12, 4, [0, 3, 6, 9]), (10, 4, [0, 2, 5, 7]), (4, 4, [0, 1, 2, 3]), (2, 4, [0, 1]), (1, 3, [0])],
 )
 def test_cuts_are_spread_over_the_answer(length: int, cuts: int, expected: list[int]) -> None:
-    assert spread(length, cuts) == expected
+    assert cut_positions(length, cuts) == expected
 
 
 @pytest.mark.parametrize(
