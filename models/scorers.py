@@ -45,13 +45,13 @@ class Scorer(ABC):
 
     Attributes:
         names: Pattern of a tensor's name; its groups are the layer and the name within it.
-        numbers: Number of outputs for each entry and KV head.
-        by_rank: Whether layers are counted among those with full attention, and not among all.
+        outputs_per_head: Number of outputs for each entry and KV head.
+        counts_full_layers_only: Whether layers are counted among those with full attention, and not among all.
     """
 
     names: ClassVar[str]
-    numbers: ClassVar[int] = 1
-    by_rank: ClassVar[bool] = False
+    outputs_per_head: ClassVar[int] = 1
+    counts_full_layers_only: ClassVar[bool] = False
 
     def __init__(self, source: Path | str, tensors: Mapping[str, Tensor]) -> None:
         self.source = source
@@ -88,14 +88,14 @@ class Scorer(ABC):
         source, tensors = published_tensors(str(reference), cls.names)
         return cls(source, tensors)
 
-    def __call__(self, index: int, rank: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
-        """Score the tokens of a pass: [B, K x numbers, q] float32, the numbers of a KV head side by side.
+    def __call__(self, index: int, full_layer_number: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
+        """Score the tokens of a pass: [B, K x outputs_per_head, q] float32, the outputs of a KV head side by side.
 
-        `index` is the decoder layer, `rank` its number among those with full attention, `hidden` [B, q, D] the input of
-        its attention module, and `start` the number of tokens that it has seen before. A `UserError` if there are no
-        weights for the layer, or they are for another model.
+        `index` is the decoder layer, `full_layer_number` its number among those with full attention, `hidden` [B, q, D]
+        the input of its attention module, and `start` the number of tokens that it has seen before. A `UserError` if
+        there are no weights for the layer, or they are for another model.
         """
-        layer = rank if self.by_rank else index
+        layer = full_layer_number if self.counts_full_layers_only else index
         if layer not in self._layers:
             raise UserError(
                 f"{self.source}: holds nothing for layer {layer}; take weights trained for this model",
@@ -116,8 +116,8 @@ class Scorer(ABC):
                 field="scorer",
                 code="model",
             ) from None
-        if scores.shape[1] != kv_heads * self.numbers:
-            scored_heads = scores.shape[1] // self.numbers
+        if scores.shape[1] != kv_heads * self.outputs_per_head:
+            scored_heads = scores.shape[1] // self.outputs_per_head
             raise UserError(
                 f"{self.source}: scores {scored_heads} KV heads, and layer {index} of this model has {kv_heads}",
                 field="scorer",
@@ -157,7 +157,7 @@ class FastKVzipScorer(Scorer):
     """
 
     names = r"module\.(\d+)\.(.+)"
-    by_rank = True
+    counts_full_layers_only = True
 
     @override
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
@@ -175,12 +175,12 @@ class FastKVzipScorer(Scorer):
 class TrimKVScorer(Scorer):
     """TRIM-KV (arXiv 2512.03324, 2605.09649): log b, b being the share of an entry that is left after each token.
 
-    Two numbers for an entry: log b, and the entry's position. The gate's activation is SiLU, which is `hidden_act` of
+    Two outputs for an entry: log b, and the entry's position. The gate's activation is SiLU, which is `hidden_act` of
     every model with published weights. Models with images name their layers `model.language_model.layers`.
     """
 
     names = r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.self_attn\.retention_gate\.(.+)"
-    numbers = 2
+    outputs_per_head = 2
 
     @override
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:

@@ -54,7 +54,7 @@ class Allocation(ABC):
     across_layers = False
 
     @property
-    def fills(self) -> bool:
+    def meets_budget_exactly(self) -> bool:
         """Whether the budget is met exactly, and a prompt within it is left as it is."""
         return True
 
@@ -71,8 +71,8 @@ class Allocation(ABC):
 
         Returns:
             [L, B, K]: entries to keep. In every row they sum to L x K x budget, or to all real entries if these are
-            fewer (to no more than that, unless the allocation `fills`); no head gets more than it has, or fewer than
-            it protects. Where a head of an evicted cache has fewer than its share, others get the rest.
+            fewer (to no more than that, unless the allocation `meets_budget_exactly`); no head gets more than it has,
+            or fewer than it protects. Where a head of an evicted cache has fewer than its share, others get the rest.
         """
 
     def check(self, budget: int) -> None:
@@ -346,7 +346,7 @@ class Threshold(Allocation):
 
     @property
     @override
-    def fills(self) -> bool:
+    def meets_budget_exactly(self) -> bool:
         return False
 
     @override

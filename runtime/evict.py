@@ -75,12 +75,12 @@ class Evict(CacheMethod):
     value_norm: bool = False
     rerotate: bool = False
     reads_images = True
-    waits = False  # True where a method evicts only once all layers have read the whole prompt
+    evicts_after_prefill = False  # True where a method evicts only once all layers have read the whole prompt
     needs_model = False  # True where scores or selection need weights or RoPE of the model
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.during_prefill and self.waits:
+        if self.during_prefill and self.evicts_after_prefill:
             raise UserError(
                 f"{name}: it evicts once the whole prompt is read: leave out during_prefill",
                 field="during_prefill",
@@ -238,8 +238,10 @@ class Evict(CacheMethod):
         if evicts:
             tail = self._tail(model, input_ids, mask, options.get("images"))
         after_layer = None
-        waits = self.waits or self.rerotate or self.during_prefill is False or self.allocate.across_layers
-        if evicts and not waits and (tail is not None or isinstance(observer, LayerObserver)):
+        evicts_later = (
+            self.evicts_after_prefill or self.rerotate or self.during_prefill is False or self.allocate.across_layers
+        )
+        if evicts and not evicts_later and (tail is not None or isinstance(observer, LayerObserver)):
             after_layer = _LayerEviction(self, observer, lengths, budgets, padded=min(lengths) < width)
 
         state = prefill(model, input_ids, mask, needs=observer.needs(), after_layer=after_layer, tail=tail, **options)
@@ -304,7 +306,7 @@ class Evict(CacheMethod):
         real = self._sizes(state).real
         if not real.size:
             return True
-        return self.allocate.fills and bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
+        return self.allocate.meets_budget_exactly and bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State, scores: list[Tensor] | None = None) -> list[Tensor]:

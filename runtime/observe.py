@@ -527,12 +527,12 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
     padding = None if real is None else ~real[:, :, None]
 
     if torch.is_grad_enabled() or rows_sharing > 1 or query.element_size() == 2 or softmax.bias is not None:
-        stored_logits = softmax.logits(_with_rows_folded(grouped, rows_sharing, queries), keys)
+        stored_logits = softmax.logits(_fold_sharing_rows(grouped, rows_sharing, queries), keys)
         own_logits = softmax.logits(grouped, own_keys)
         if padding is not None:
-            padding = _with_rows_folded(padding, rows_sharing, 1)[:, :, None, :, None]
+            padding = _fold_sharing_rows(padding, rows_sharing, 1)[:, :, None, :, None]
         _hide(stored_logits.unflatten(2, (-1, rows_sharing, queries)), own_logits, queries, padding)
-        logits = torch.cat([stored_logits, _with_rows_folded(own_logits, rows_sharing, queries)], dim=-1)
+        logits = torch.cat([stored_logits, _fold_sharing_rows(own_logits, rows_sharing, queries)], dim=-1)
     else:
         # Both products go straight into one tensor: concatenating them would copy the larger.
         products = grouped.new_empty(*grouped.shape[:3], stored + own_keys.shape[2])
@@ -542,7 +542,7 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
         _hide(logits[..., :stored], logits[..., stored:], queries, padding)
 
     by_query_head = logits.unflatten(2, (heads // kv_heads, -1))
-    return softmax.normalised(by_query_head, _with_rows_folded(grouped, rows_sharing, queries)).flatten(2, 3)
+    return softmax.normalised(by_query_head, _fold_sharing_rows(grouped, rows_sharing, queries)).flatten(2, 3)
 
 
 def _write_products(products: Tensor, grouped: Tensor, keys: Tensor, scaling: float) -> None:
@@ -556,37 +556,43 @@ def _write_products(products: Tensor, grouped: Tensor, keys: Tensor, scaling: fl
 def _reduced(weights: Tensor, queries: int, rows_sharing: int, observer_mask: Tensor | None, reduction: str) -> Tensor:
     """Weights [B, K, (H / K) x (R / B) x q, N] -> [R, H, N], the sum or maximum over the q observing queries."""
     if observer_mask is not None:
-        by_row = _rows_unfolded(weights, rows_sharing, queries).unflatten(2, (-1, queries))
+        by_row = _unfold_sharing_rows(weights, rows_sharing, queries).unflatten(2, (-1, queries))
         by_row = by_row * observer_mask.to(weights.device)[:, None, None, :, None]
         reduced = by_row.amax(3) if reduction == "max" else by_row.sum(3)
         return reduced.flatten(1, 2)
     by_head = weights.unflatten(2, (-1, queries))
     reduced = by_head.amax(3) if reduction == "max" else by_head.sum(3)
-    return _rows_unfolded(reduced.flatten(1, 2), rows_sharing, 1)
+    return _unfold_sharing_rows(reduced.flatten(1, 2), rows_sharing, 1)
 
 
 def _output(
     stored_weights: Tensor, own_weights: Tensor, values: Tensor, own_values: Tensor, queries: int, rows_sharing: int
 ) -> Tensor:
     """The output [R, q, H, d] of weights for values [B, K, N, d] and [R, K, S, d]."""
-    stored_output = _rows_unfolded(stored_weights @ values, rows_sharing, queries)
-    own_weights = _rows_unfolded(own_weights, rows_sharing, queries)
+    stored_output = _unfold_sharing_rows(stored_weights @ values, rows_sharing, queries)
+    own_weights = _unfold_sharing_rows(own_weights, rows_sharing, queries)
     output = torch.baddbmm(stored_output.flatten(0, 1), own_weights.flatten(0, 1), own_values.flatten(0, 1))
     output = output.to(values.dtype).view_as(stored_output)
     by_head = output.unflatten(2, (-1, queries)).flatten(1, 2)
     return by_head.transpose(1, 2).contiguous()
 
 
-def _with_rows_folded(unfolded: Tensor, rows_sharing: int, queries: int) -> Tensor:
-    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], for rows that share entries."""
+def _fold_sharing_rows(unfolded: Tensor, rows_sharing: int, queries: int) -> Tensor:
+    """Rows that share entries become further queries of one row, so that the entries are multiplied once.
+
+    [R, K, (H / K) x q, x] -> [R / s, K, (H / K) x s x q, x], for s = `rows_sharing` neighbouring rows of q queries.
+    """
     if rows_sharing == 1:
         return unfolded
     by_head = unfolded.unflatten(0, (-1, rows_sharing)).unflatten(3, (-1, queries))
     return by_head.permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
 
 
-def _rows_unfolded(folded: Tensor, rows_sharing: int, queries: int) -> Tensor:
-    """`_with_rows_folded` undone."""
+def _unfold_sharing_rows(folded: Tensor, rows_sharing: int, queries: int) -> Tensor:
+    """`_fold_sharing_rows` undone: [R / s, K, (H / K) x s x q, x] -> [R, K, (H / K) x q, x].
+
+    With all heads in one dimension, [R / s, H x s x q, x] -> [R, H x q, x].
+    """
     if rows_sharing == 1:
         return folded
     by_head = folded.unflatten(-2, (-1, rows_sharing, queries))

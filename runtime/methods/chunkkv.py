@@ -31,7 +31,7 @@ class ChunkKV(SnapKV):
     """
 
     chunk: Positive = 10
-    waits = True
+    evicts_after_prefill = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -182,7 +182,7 @@ class Compactor(Evict):
     pool: Pool = NO_POOL
     sinks: int = 8
     window: int = 4
-    waits = True
+    evicts_after_prefill = True
     needs_model = True
     reads_images = False
 

@@ -68,7 +68,7 @@ class Finch(SnapKV):
     pool: Pool = NO_POOL
     rerotate: bool = True
     chunk: Whole = 0
-    waits = True
+    evicts_after_prefill = True
     reads_images = False  # whose positions are no consecutive numbers
 
     @override

@@ -135,7 +135,7 @@ class CriticalKV(SnapKV):
     """
 
     first: Share = 0.5
-    waits = True
+    evicts_after_prefill = True
     needs_model = True
 
     def __post_init__(self) -> None:

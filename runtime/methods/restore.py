@@ -186,7 +186,7 @@ class RestoreKV(KVzip):
     section = "weights"
     cost = "two more passes over the prompt; published weights"
     weights: RestoreWeights | None = None
-    waits = True
+    evicts_after_prefill = True
 
     @override
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class TrainedScores(LayerObserver):
                 field="needs",
                 code="state",
             )
-        if self.scorer.numbers == 1:
+        if self.scorer.outputs_per_head == 1:
             return scores
         decay, position = scores.unflatten(1, (-1, 2)).unbind(dim=2)
         return (layer.get_seq_length() + 1 - position) * decay

@@ -37,7 +37,7 @@ class LazyLayers(Allocation):
 
     @property
     @override
-    def fills(self) -> bool:
+    def meets_budget_exactly(self) -> bool:
         return self.threshold is None
 
     @override
@@ -86,7 +86,7 @@ class SimLayerKV(Evict):
     pool: Pool = NO_POOL
     allocate: Allocation = LazyLayers()
     sinks: int = 4
-    waits = True
+    evicts_after_prefill = True
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:

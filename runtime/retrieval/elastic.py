@@ -74,7 +74,12 @@ class SlotMap:
         """Empty slots."""
         return cls(torch.full((batch, kv_heads, budget), _EMPTY, device=device))
 
-    def to(self, selection: Selection, length: int) -> SlotChange:
+    @cached_property
+    def emptied(self) -> "SlotMap":
+        """A map of as many empty slots, the same for all layers that share this one."""
+        return SlotMap(torch.full_like(self.entries, _EMPTY))
+
+    def change_to(self, selection: Selection, length: int) -> SlotChange:
         """The change to a step's selection among `length` entries, which the first slots then hold.
 
         It is computed once for all layers of a step, as long as one of them keeps it.
@@ -83,7 +88,7 @@ class SlotMap:
         if self._change is not None and self._selection is selection:
             change = self._change()
         if change is None:
-            change = self._change_to(selection, length)
+            change = self._computed_change(selection, length)
             self._selection = selection
             self._change = weakref.ref(change)
         return change
@@ -95,7 +100,7 @@ class SlotMap:
             return self
         return SlotMap(self.entries.masked_fill(dropped, _EMPTY))
 
-    def _change_to(self, selection: Selection, length: int) -> SlotChange:
+    def _computed_change(self, selection: Selection, length: int) -> SlotChange:
         selected = selection.indices
         count = selected.shape[2]
         budget = self.entries.shape[2]
@@ -137,8 +142,8 @@ class ElasticLayer(SelectedLayer):
     """A cache layer whose entries are in CPU memory: `full`; for `padding` see `SelectedLayer`.
 
     `slots` say which of them are on the device, or on their way there: in `rows` [B, K, budget + 1, 2d], keys beside
-    values, in which the newest token's row follows the selected ones. With `no_slots`, an empty map that all layers
-    share, nothing stays in its slot from step to step, and entries are loaded only when they are read.
+    values, in which the newest token's row follows the selected ones. Without `keeps_slots` nothing stays in its slot
+    from step to step, and entries are loaded only when they are read.
     """
 
     def __init__(
@@ -149,10 +154,11 @@ class ElasticLayer(SelectedLayer):
         key_width: int,
         seen: int,
         padding: Tensor | None = None,
-        no_slots: SlotMap | None = None,
+        *,
+        keeps_slots: bool = True,
     ) -> None:
         self.full = full
-        self.no_slots = no_slots
+        self.keeps_slots = keeps_slots
         self.slots = slots
         self.rows = rows
         self.key_width = key_width
@@ -165,7 +171,7 @@ class ElasticLayer(SelectedLayer):
 
     @classmethod
     def from_layer(
-        cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic, no_slots: SlotMap | None = None
+        cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic, *, keeps_slots: bool = True
     ) -> "ElasticLayer":
         """A layer on the CPU, whose slots are filled like those of the other layers there; `layer` stays unchanged."""
         keys = layer.keys
@@ -176,7 +182,7 @@ class ElasticLayer(SelectedLayer):
         rows = torch.cat([slot_keys, slot_values], dim=3).to(slots.entries.device)
         rows = functional.pad(rows, (0, 0, 0, 1))  # the newest token's
         full = FullEntries.offload(keys, values, traffic)
-        return cls(full, slots, rows, keys.shape[3], layer.seen, layer.padding, no_slots)
+        return cls(full, slots, rows, keys.shape[3], layer.seen, layer.padding, keeps_slots=keeps_slots)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [..., 2d] -> keys and values [..., d]."""
@@ -191,13 +197,13 @@ class ElasticLayer(SelectedLayer):
     @override
     def prepare(self, selection: Selection) -> None:
         super().prepare(selection)
-        if self.no_slots is None:
+        if self.keeps_slots:
             self._begin_loading(selection)
 
     def _begin_loading(self, selection: Selection) -> None:
         self._prepared = selection
-        before = self.slots if self.no_slots is None else self.no_slots
-        self._change = before.to(selection, self.full.length)
+        before = self.slots if self.keeps_slots else self.slots.emptied
+        self._change = before.change_to(selection, self.full.length)
         self.slots = self._change.after
         self._loading = in_background(_load, self.full, self.rows, self._change, Begun(self.rows.device))
 
@@ -250,7 +256,9 @@ class ElasticLayer(SelectedLayer):
     def share(self) -> "ElasticLayer":
         self._await_loading()
         rows = self.rows.clone()
-        return ElasticLayer(self.full, self.slots, rows, self.key_width, self.seen, self.padding, self.no_slots)
+        return ElasticLayer(
+            self.full, self.slots, rows, self.key_width, self.seen, self.padding, keeps_slots=self.keeps_slots
+        )
 
 
 def _load(full: FullEntries, rows: Tensor, change: SlotChange, begun: Begun) -> Begun:
@@ -326,13 +334,11 @@ class Placement:
             if layers_on_cpu:
                 slots = layers_on_cpu[0].slots
                 traffic = layers_on_cpu[0].full.traffic
-                no_slots = layers_on_cpu[0].no_slots
             else:
                 batch, kv_heads, _, _ = layer.keys.shape
                 slots = SlotMap.empty(batch, kv_heads, self.budget, self.device)
                 traffic = Traffic()
-                no_slots = None if self.is_elastic else SlotMap.empty(batch, kv_heads, self.budget, self.device)
-            layers[index] = ElasticLayer.from_layer(layer, slots, traffic, no_slots)
+            layers[index] = ElasticLayer.from_layer(layer, slots, traffic, keeps_slots=self.is_elastic)
 
 
 def elastic_layers(layers: list[Any]) -> list[ElasticLayer]:

@@ -58,7 +58,7 @@ def test_elastic_loading_equals_a_layer_on_the_device(walk, count):
 def test_loading_all_entries_anew_reads_the_same(walk, count):
     """Every selected entry is fetched at every step, and none before it is read."""
     resident, layer = walk.layer(), _elastic(replace(walk))
-    layer.no_slots = SlotMap.empty(walk.batch, walk.kv_heads, walk.budget, torch.device("cpu"))
+    layer.keeps_slots = False
     for selection, states in walk.steps(count):
         layer.prepare(selection)
         assert layer._loading is None
