@@ -328,7 +328,9 @@ class Global(Allocation):
 @registry.allocation("threshold")
 @dataclass(frozen=True)
 class Threshold(Allocation):
-    """Heads keep the entries of at least some importance: how many decides the prompt, and the budget is the most.
+    """Heads keep the entries whose importance reaches a threshold.
+
+    The prompt decides how many; the budget is the upper limit.
 
     For scores with a level of their own: DMS evicts below 0 (arXiv 2506.05345), KVzap below its tau (arXiv 2601.07891,
     section 3.3). Where more than the budget are left, the most important ones of all heads and layers stay.

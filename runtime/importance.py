@@ -288,6 +288,17 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= tied_to_keep))
 
 
+def in_chunks(scores: Tensor, chunk: int) -> Tensor:
+    """Scores [n] by chunks of `chunk` neighbours, [c, chunk]; the last one is padded with -inf."""
+    return functional.pad(scores, (0, -len(scores) % chunk), value=-torch.inf).view(-1, chunk)
+
+
+def best_in_chunks(scores: Tensor, chunk: int, counts: Tensor) -> Tensor:
+    """[n] bool: of scores [n] the `counts` [c] best of each chunk of `chunk` neighbours; ties go to the first ones."""
+    ranks = in_chunks(scores, chunk).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (ranks < counts[:, None]).flatten()[: len(scores)]
+
+
 def top_indices(importance: Tensor, count: int, *, signed: bool = False) -> Tensor:
     """Indices [..., count] int64 of the most important entries, in descending order; ties go to the lowest index.
 

@@ -285,11 +285,11 @@ class EvictionObjective(ReplayedObjective):
             measured_batches = map_over_processes(measure_batch, all_batches)
         metrics: dict[str, Any] = {}
         for number, suffix in enumerate(floors):
-            for budget in self.settings.budgets:
+            for evicted_budget in self.settings.budgets:
                 samples: list[float] = []
                 for measured in measured_batches:
-                    samples += measured[budget][number]
-                name = f"eval_excess_nll{suffix}_at_{budget}"
+                    samples += measured[evicted_budget][number]
+                name = f"eval_excess_nll{suffix}_at_{evicted_budget}"
                 metrics[name] = fmean(samples)
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -297,7 +297,7 @@ class EvictionObjective(ReplayedObjective):
 
         sample_means: list[float] = []
         for measured in measured_batches:
-            samples_at_budgets = [measured[budget][0] for budget in self.settings.budgets]
+            samples_at_budgets = [measured[evicted_budget][0] for evicted_budget in self.settings.budgets]
             for excess_at_budgets in zip(*samples_at_budgets, strict=True):
                 sample_means.append(fmean(excess_at_budgets))
         indices: list[int] = []

@@ -70,7 +70,7 @@ class TrainingRun:
         identity: The base model, which must be the same when the training is resumed.
         start: Further values that must be the same, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
-        trained: PromptDigests of earlier stages; None where they are not known.
+        trained: Digests of the prompts that earlier stages trained on; None where they are not known.
         unseen: Selects the samples that are split before the question; None for none.
     """
 

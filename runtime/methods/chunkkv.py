@@ -1,15 +1,15 @@
 """ChunkKV: whole chunks stay; gated by entropy, their best entries alone where a few of them hold what counts."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import Positive, UserError
 from keepsight.runtime import registry
-from keepsight.runtime.importance import top_mask
+from keepsight.runtime.importance import best_in_chunks, in_chunks, top_mask
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.state import State
 
@@ -77,7 +77,7 @@ class ChunkKV(SnapKV):
 @registry.method("eg_chunkkv", label="EG-ChunkKV")
 @dataclass(frozen=True)
 class EntropyGatedChunkKV(ChunkKV):
-    """ChunkKV that keeps of chunks whose scores are uneven the best 4 entries (ChunkKV, arXiv 2502.00299).
+    """ChunkKV that keeps only the best 4 entries of chunks with uneven scores (ChunkKV, arXiv 2502.00299).
 
     The gate is kvpress's EntropyGatedChunkKVPress. A chunk is uneven if the entropy of its scores, relative to the
     largest possible, is below the median, and is cut if its mean score is not below the median too. Chunks are taken by
@@ -110,26 +110,57 @@ def chunks_kept(scores: Tensor, budget: int, chunk: int, cut: int) -> Tensor:
     budget = min(budget, entries)
     if budget <= 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    padded = functional.pad(scores, (0, -entries % chunk), value=-torch.inf).view(-1, chunk)
-    real = padded.isfinite()
-    lengths = real.sum(dim=1)
-    plain = padded.masked_fill(~real, 0.0)
-    means = plain.sum(dim=1) / lengths
-
-    positive = (plain - plain.amin(dim=1, keepdim=True).clamp(max=0)) * real
-    shares = positive / (positive.sum(dim=1, keepdim=True) + _EPSILON)
-    entropies = -(shares * (shares + _EPSILON).log()).sum(dim=1)
-    evenness = torch.where(lengths > 1, entropies / lengths.clamp(min=2).to(scores.dtype).log(), 0.0).clamp(0, 1)
-    is_cut = (means >= means.median()) & (evenness < evenness.median())
-    wanted = torch.where(is_cut, lengths.clamp(max=cut), lengths)
-
-    order = means.argsort(descending=True, stable=True)
-    taken_before = wanted[order].cumsum(dim=0) - wanted[order]
-    taken = torch.zeros_like(wanted)
-    taken[order] = torch.minimum((budget - taken_before).clamp(min=0), wanted[order])
-    ranks = padded.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    kept = (ranks < taken[:, None]).flatten()[:entries]
-    left = budget - int(taken.sum())
+    chunks = _ChunkStatistics.of(scores, chunk)
+    counts = _filled_in_order(_quotas(chunks, cut), chunks.means, budget)
+    kept = best_in_chunks(scores, chunk, counts)
+    left = budget - int(counts.sum())
     if left:
         kept = kept | top_mask(scores.masked_fill(kept, -torch.inf), left)
     return kept
+
+
+class _ChunkStatistics(NamedTuple):
+    """Statistics of c chunks.
+
+    Attributes:
+        lengths: [c] int64, their numbers of entries.
+        means: [c], of their scores.
+        evenness: [c], from 0 to 1: the entropy of their scores (less the least one where that is negative), relative to
+            the largest possible. 0 for a chunk of one entry.
+    """
+
+    lengths: Tensor
+    means: Tensor
+    evenness: Tensor
+
+    @classmethod
+    def of(cls, scores: Tensor, chunk: int) -> "_ChunkStatistics":
+        """The statistics of chunks of `chunk` entries with scores [n]."""
+        padded = in_chunks(scores, chunk)
+        real = padded.isfinite()
+        lengths = real.sum(dim=1)
+        plain = padded.masked_fill(~real, 0.0)
+        means = plain.sum(dim=1) / lengths
+
+        positive = (plain - plain.amin(dim=1, keepdim=True).clamp(max=0)) * real
+        shares = positive / (positive.sum(dim=1, keepdim=True) + _EPSILON)
+        entropies = -(shares * (shares + _EPSILON).log()).sum(dim=1)
+        largest_entropies = lengths.clamp(min=2).to(scores.dtype).log()
+        evenness = torch.where(lengths > 1, entropies / largest_entropies, 0.0).clamp(0, 1)
+        return cls(lengths, means, evenness)
+
+
+def _quotas(chunks: _ChunkStatistics, cut: int) -> Tensor:
+    """[c] int64: how many entries of each chunk are to stay: `cut` of those that are cut, and the others whole."""
+    is_cut = (chunks.means >= chunks.means.median()) & (chunks.evenness < chunks.evenness.median())
+    return torch.where(is_cut, chunks.lengths.clamp(max=cut), chunks.lengths)
+
+
+def _filled_in_order(quotas: Tensor, means: Tensor, budget: int) -> Tensor:
+    """[c] int64: what each chunk gets of its quota [c] if chunks take theirs by their means until a budget is spent."""
+    order = means.argsort(descending=True, stable=True)
+    ordered_quotas = quotas[order]
+    spent_before = ordered_quotas.cumsum(dim=0) - ordered_quotas
+    counts = torch.zeros_like(quotas)
+    counts[order] = torch.minimum((budget - spent_before).clamp(min=0), ordered_quotas)
+    return counts

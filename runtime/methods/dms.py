@@ -14,7 +14,7 @@ from keepsight.runtime.methods.scored import ScoredEvict
 @registry.method("dms", label="DMS")
 @dataclass(frozen=True)
 class DMS(ScoredEvict):
-    """Keeps the entries that a trained decision of each head is furthest from evicting (DMS, arXiv 2506.05345).
+    """Keeps the entries that each head's trained eviction decision is furthest from evicting (DMS, arXiv 2506.05345).
 
     The weights name how a logit is read (section 3.2; `DMSScorer` has both published forms), its scale and its offset.
     By default one budget for the heads of all layers ranks all entries by that logit. `allocate=Threshold()` evicts

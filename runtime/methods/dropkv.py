@@ -1,4 +1,4 @@
-"""DropKV: entries stay whose eviction, each alone, would change what the last tokens' attention returns the most."""
+"""DropKV keeps the entries whose eviction, one at a time, would change the last tokens' attention output most."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,8 @@ class Perturbation(LayerObserver):
     """How far the outputs of the last tokens move if an entry alone is evicted, squared and summed over these tokens.
 
     Without entry j the softmax is over the others, and the output o of a query moves by p / (1 - p) times o - v, where
-    p is its attention to j and v the value of j. This is exact for one entry; for several, the moves are taken apart.
+    p is its attention to j and v the value of j. This is exact for one entry; for several, each entry's change is
+    computed as if it were evicted alone.
 
     Attributes:
         window: Number of last tokens that observe; None for the method's window.

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import Whole
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import adjust_to_sum
-from keepsight.runtime.importance import NO_POOL, Pool, observed_attention, recorded_queries
+from keepsight.runtime.importance import NO_POOL, Pool, best_in_chunks, observed_attention, recorded_queries
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.observe import Observer, PromptWindow
@@ -95,7 +94,4 @@ def best_of_parts(scores: Tensor, budget: int, chunk: int) -> Tensor:
     sizes = np.minimum(entries - starts, chunk)
     ideal = sizes * (budget / max(entries, 1))
     shares = adjust_to_sum(ideal.astype(np.int64), ideal, min(budget, entries), sizes)
-    padded = functional.pad(scores, (0, -entries % chunk), value=-torch.inf).view(-1, chunk)
-    ranks = padded.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    kept = ranks < torch.from_numpy(shares).to(ranks.device)[:, None]
-    return kept.flatten()[:entries]
+    return best_in_chunks(scores, chunk, torch.from_numpy(shares).to(scores.device))

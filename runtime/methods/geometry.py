@@ -124,7 +124,7 @@ def output_norms(layer: KeptLayer, order: int, positions: Tensor | None = None) 
 @registry.method("criticalkv")
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """SnapKV, of which half is chosen by importance times the L1 norm of v W_O (arXiv 2502.03805, algorithm 1).
+    """SnapKV that chooses half of its entries by importance times the L1 norm of v W_O (arXiv 2502.03805, algorithm 1).
 
     The first part of a head's budget, window included, goes to the most important entries, the second to the others
     that add most to the layer's output. As in kvpress, the norm is the mean over a KV head's query heads,

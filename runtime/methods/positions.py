@@ -124,7 +124,7 @@ class Ladder(PositionObserver):
     def shape(self, layers: int) -> tuple[int, int]:
         """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""
         step = self.span - self.overlap
-        ladder = 1 + max(0, -((self.span - layers) // step))
+        ladder = 1 + max(0, math.ceil((layers - self.span) / step))
         rungs = math.ceil(self.span / step)
         return ladder, min(rungs, ladder)
 
@@ -211,46 +211,57 @@ class PublishedLadder(PositionObserver):
     def kept(self, length: int, budget: int, first: int, layer: int, layers: int) -> Tensor:
         """The indices [n] int64 of what the code keeps in a layer of a prompt of `length` > `budget` entries.
 
-        n differs from the budget: it falls short by less than what one ladder loses, or exceeds it by half of what a
-        short ladder loses, since the code allows for ladders that are not full yet.
+        n differs from the budget: it falls short by less than what one ladder drops, or exceeds it by half of what a
+        short ladder drops, since the code allows for ladders that are not full yet.
+
+        Of e entries in a ladder a layer keeps r and drops d = e - r. The surplus s = length - capacity, for a capacity
+        of budget + d // 2, takes ceil(s / d) ladders, of which the first pass may make
+        p = (capacity - first - layers) // r. What is left after p of them, s' = s - p d, takes ceil(s' / (e' - r)) long
+        ladders, of e' = e + (a - 1) (e - 1) entries, whose kept ones are a = ceil(s' / (p d)) apart.
         """
         ladder, rungs = Ladder(self.span, self.overlap).shape(layers)
         entries = torch.arange(length)
-        lost = ladder - rungs
-        if not lost:  # every layer keeps its ladders whole: only the most recent entries are left
+        dropped_per_ladder = ladder - rungs
+        if not dropped_per_ladder:  # every layer keeps its ladders whole: only the most recent entries are left
             return torch.cat([entries[:first], entries[length - budget + first :]])
-        capacity = budget + lost // 2
-        excess = length - capacity
-        if excess <= 0:
+        capacity = budget + dropped_per_ladder // 2
+        surplus = length - capacity
+        if surplus <= 0:
             return entries
 
-        compactable = (capacity - first - layers) // rungs  # ladders that a pass may make of the entries
-        if first < 0 or compactable < 1:
+        possible_ladders = (capacity - first - layers) // rungs
+        if first < 0 or possible_ladders < 1:
             raise UserError(
                 f"published_ladder: a budget of {budget} has no room for {max(first, 0)} first entries, the {layers} "
                 f"recent ones, one for each layer, and {rungs} of a ladder; raise it, or lower first",
                 field="budget",
                 code="range",
             )
-        if excess <= compactable * lost:
-            return _compacted(entries, first, -(-excess // lost), ladder, rungs, layer)
-        entries = _compacted(entries, first, compactable, ladder, rungs, layer)
-        excess -= compactable * lost
-        stretch = -(-excess // (compactable * lost))
-        longer = ladder + (stretch - 1) * (ladder - 1)
-        number = -(-excess // (longer - rungs))
-        return _compacted(entries, first, number, longer, rungs, layer, stretch)
+        most_dropped = possible_ladders * dropped_per_ladder
+        if surplus <= most_dropped:
+            ladder_count = math.ceil(surplus / dropped_per_ladder)
+            return _compacted(entries, first, ladder_count, ladder, rungs, layer)
+
+        entries = _compacted(entries, first, possible_ladders, ladder, rungs, layer)
+        surplus -= most_dropped
+        spacing = math.ceil(surplus / most_dropped)
+        long_ladder = ladder + (spacing - 1) * (ladder - 1)
+        ladder_count = math.ceil(surplus / (long_ladder - rungs))
+        return _compacted(entries, first, ladder_count, long_ladder, rungs, layer, spacing)
 
 
-def _compacted(entries: Tensor, first: int, number: int, ladder: int, rungs: int, layer: int, apart: int = 1) -> Tensor:
-    """What is left of entries [n] when `number` ladders after the `first` entries lose what a layer does not keep.
+def _compacted(
+    entries: Tensor, first: int, ladder_count: int, ladder: int, rungs: int, layer: int, spacing: int = 1
+) -> Tensor:
+    """What is left of entries [n] when the ladders after the `first` entries drop what a layer does not keep.
 
-    A layer keeps `rungs` entries of a ladder, `apart` from each other, from an index that shifts with the layer.
+    There are `ladder_count` ladders of `ladder` entries. A layer keeps `rungs` of these, each `spacing` after the
+    one before, from the index layer % (ladder - rungs + 1) on.
     """
-    rungs_of_layer = layer % (ladder - rungs + 1) + apart * torch.arange(rungs)
-    ladders = torch.arange(number)[:, None] * ladder
-    kept = (first + ladders + rungs_of_layer).flatten()
-    return torch.cat([entries[:first], entries[kept], entries[first + number * ladder :]])
+    rungs_of_layer = layer % (ladder - rungs + 1) + spacing * torch.arange(rungs)
+    ladder_starts = torch.arange(ladder_count)[:, None] * ladder
+    kept = (first + ladder_starts + rungs_of_layer).flatten()
+    return torch.cat([entries[:first], entries[kept], entries[first + ladder_count * ladder :]])
 
 
 @registry.method("lacache")

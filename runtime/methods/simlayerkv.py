@@ -20,7 +20,9 @@ from keepsight.runtime.state import State
 @as_options
 @dataclass(frozen=True)
 class LazyLayers(Allocation):
-    """Lazy layers keep few entries, others all: those come first that pay the least attention to what lies between.
+    """Lazy layers keep few entries, the others all.
+
+    The layers that attend least to the entries in between become lazy first.
 
     A layer's laziness is 1 minus the attention to all entries but the protected and the `recent` ones. Lazy layers keep
     these, at most half of the budget while there are others, and share what the others leave of it.

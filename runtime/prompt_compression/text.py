@@ -249,7 +249,7 @@ class Cosine:
 @registry.method("sentence_similarity")
 @dataclass(frozen=True)
 class SentenceSimilarity(ShortenText):
-    """Keeps the window, and in their order the sentences before it that are closest to its text (after CPC).
+    """Keeps the window and, in their original order, the earlier sentences most similar to it (after CPC).
 
     CPC (arXiv 2409.01227) is `similarity=Contextual(MODEL, ADAPTER)`; by default a small public encoder embeds each
     sentence alone. The window's text is the question, with what the chat template puts after it. A token belongs to the

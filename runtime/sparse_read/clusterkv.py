@@ -118,12 +118,12 @@ class TopClusters(Summaries):
 
     A cluster's score is the dot product of query and centroid, neither normalised nor scaled (section III-C). Query
     heads of a group vote with the largest of theirs: the paper selects for each query head, and one set is read here.
-    The budget, for all rows or each, counts sinks and entries in clusters; those in no cluster, at most `window`, come
-    on top. For the other arguments see `ClusterKV`.
+    Each row has a budget, the same one without padding; it counts sinks and entries in clusters, and those in no
+    cluster, at most `window`, come on top. For the other arguments see `ClusterKV`.
     """
 
-    def __init__(self, budget: int | tuple[int, ...], sinks: int, tokens: int, window: int, iterations: int) -> None:
-        self.budget = budget
+    def __init__(self, budgets: tuple[int, ...], sinks: int, tokens: int, window: int, iterations: int) -> None:
+        self.budgets = budgets
         self.sinks = sinks
         self.tokens = tokens
         self.window = window
@@ -148,9 +148,9 @@ class TopClusters(Summaries):
         starts = row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
 
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
+        budgets = self.budgets[: len(starts)]
         sink_counts = [min(self.sinks, self._end - start) for start in starts]
-        cluster_budgets = [max(budget - count, 0) for budget, count in zip(budgets, sink_counts, strict=False)]
+        cluster_budgets = [max(budget - count, 0) for budget, count in zip(budgets, sink_counts, strict=True)]
         clustered, within_budget = self.best_entries(query, cluster_budgets)
 
         batch, kv_heads, _ = clustered.shape

@@ -186,7 +186,7 @@ class MemoryLayer(OwnAttention, KeptLayer):
 @registry.method("infllm", colour="#6699CC", marker="*")
 @dataclass(frozen=True)
 class InfLLM(SparseRead):
-    """Reads sinks, a window, and the blocks that fit the queries best, while a prompt is read as well.
+    """Reads sinks, a window, and the blocks that fit the queries best, during the prefill too.
 
     InfLLM (arXiv 2402.04617), section 3, with the authors' sizes in proportion: of 6272 entries 128 are sinks, 4096 the
     window, and 2048 in 16 blocks of 128. Blocks are whole numbers of entries, and what rounding leaves goes to more of

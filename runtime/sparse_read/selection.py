@@ -34,15 +34,15 @@ class TopAttention(LayerSelector):
     """Selects the entries with the largest attention weights, an upper bound: all keys are read to select.
 
     Attributes:
-        budget: Entries that a KV head reads per step, beside the token's own; all where there are fewer. One number, or
-            one for each row.
+        budgets: For each row, the entries that a KV head reads per step, beside the token's own; all where there are
+            fewer. Without padding all rows have the same.
         sinks: Number of first entries that are always read, within the budget.
         window: Number of last entries that are always read, within the budget.
         shared: Number of equal groups of KV heads within which all heads read the same entries, those with the largest
             mean weights; 0 where each head has its own.
     """
 
-    budget: int | tuple[int, ...]
+    budgets: tuple[int, ...]
     sinks: int = 0
     window: int = 0
     shared: int = 0
@@ -73,12 +73,11 @@ class TopAttention(LayerSelector):
             is_sink_or_padding = ~real_mask(padding + self.sinks, length)[:, None]
             importance = importance.masked_fill(is_sink_or_padding, torch.inf).masked_fill(is_padding, -1.0)
 
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        indices = top_indices(importance, min(max(budgets), length))
+        indices = top_indices(importance, min(max(self.budgets), length))
         if padding is None:
             return Selection(indices, None)
         ranks = consecutive(0, indices.shape[2], indices.device)
-        within_budget = ranks < on_device(budgets, indices.device)[:, None, None]
+        within_budget = ranks < on_device(self.budgets, indices.device)[:, None, None]
         return Selection(indices, within_budget & (indices >= padding[:, None, None]))
 
 
@@ -120,7 +119,7 @@ class SummaryRead(SparseRead):
 
     @abstractmethod
     def selector(self, budgets: tuple[int, ...]) -> Summaries:
-        """A selector for one layer; a budget for each row, or one for all."""
+        """A selector for one layer, with a budget for each row."""
 
     @override
     def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
@@ -146,12 +145,12 @@ class TopPages(Summaries):
     bounds, which are not normalised: Quest has one query head per KV head, and no weights to normalise. Pages of
     generated tokens are made as they fill.
 
-    The entries of the partial page are always read, within the budget, which is for all rows or each, and without the
-    token's own; the rest of it is rounded down to whole pages.
+    The entries of the partial page are always read, within a row's budget, which does not count the token's own; the
+    rest of it is rounded down to whole pages. Each row has a budget, the same one without padding.
     """
 
-    def __init__(self, budget: int | tuple[int, ...], page: int = 16) -> None:
-        self.budget = budget
+    def __init__(self, budgets: tuple[int, ...], page: int = 16) -> None:
+        self.budgets = budgets
         self.page = page
         self._bounds: Tensor | None = None  # [B, K, P, 2d] of full pages, maxima before minima
         self._full_pages: list[int] = []  # number of pages in `_bounds` per row, or for all rows
@@ -165,7 +164,7 @@ class TopPages(Summaries):
 
     @override
     def share(self) -> "TopPages":
-        twin = TopPages(self.budget, self.page)
+        twin = TopPages(self.budgets, self.page)
         if self._bounds is not None:
             bounds = self._bounds[:, :, : max(self._full_pages)]
             # Further pages are written behind these, but for rows that have fewer.
@@ -180,16 +179,14 @@ class TopPages(Summaries):
         length = keys.shape[2] - 1
         starts = row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        if len(budgets) < len(starts):
-            budgets = budgets * len(starts)
+        budgets = self.budgets[: len(starts)]
 
         # How many entries of the partial page, and how many full pages, each row reads.
         partial_entries = []
         page_counts = []
-        for row, (start, full_pages) in enumerate(zip(starts, self._full_pages, strict=True)):
+        for budget, start, full_pages in zip(budgets, starts, self._full_pages, strict=True):
             partial = (length - start) % self.page
-            affordable_pages = max(budgets[row] - partial, 0) // self.page
+            affordable_pages = max(budget - partial, 0) // self.page
             partial_entries.append(partial)
             page_counts.append(min(affordable_pages, full_pages))
 

@@ -51,14 +51,14 @@ def test_top_attention_never_takes_padding(budget: int, sinks: int, window: int,
     """Rows choose as they would alone; those with fewer entries than others say so."""
     query, keys = random_step(heads, kv_heads)
     padding = 40 - torch.tensor(LENGTHS)
-    chosen = TopAttention(budget, sinks, window).select(query, Softmax(SCALING), keys, padding)
+    chosen = TopAttention((budget,) * 3, sinks, window).select(query, Softmax(SCALING), keys, padding)
     slow = top_attention(budget, sinks, window)
     for row, kv_head, own, entries in each_head(query, keys):
         start = int(padding[row])
         expected = sorted(start + place for place in slow(own, entries[start:], SCALING))
         assert places_of(chosen, row, kv_head) == expected and len(expected) == min(budget, LENGTHS[row])
     assert all(len(set(head.tolist())) == len(head) for head in chosen.indices.flatten(0, 1))
-    chosen = TopAttention(budget, sinks, window).select(query, Softmax(SCALING), keys, None)
+    chosen = TopAttention((budget,) * 3, sinks, window).select(query, Softmax(SCALING), keys, None)
     assert chosen.real is None and chosen.indices.shape[2] == min(budget, 40)
     for row, kv_head, own, entries in each_head(query, keys):
         assert places_of(chosen, row, kv_head) == sorted(slow(own, entries, SCALING))
@@ -68,12 +68,14 @@ def test_weights_that_underflow_come_before_padding() -> None:
     """Equal to the padding's: nothing but the mask tells them apart."""
     query, keys = torch.full((1, 1, 1, 2), 60.0), torch.zeros(1, 1, 10, 2)
     keys[:, :, 4] = 60.0
-    chosen = TopAttention(6).select(query, Softmax(SCALING), keys, torch.tensor([3]))
+    chosen = TopAttention((6,)).select(query, Softmax(SCALING), keys, torch.tensor([3]))
     assert places_of(chosen, 0, 0) == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [lambda: TopAttention(9), lambda: TopPages(12, 4)], ids=["exact", "pages"])
+@pytest.mark.parametrize(
+    "make", [lambda: TopAttention((9,) * 3), lambda: TopPages((12,) * 3, 4)], ids=["exact", "pages"]
+)
 def test_dot_products_beyond_float16(make: Any, dtype: torch.dtype) -> None:
     """What overflows there is ranked as in float32; pages of one key have no better bound than others."""
     query, keys = (each.to(dtype) for each in random_step(4, 2))
@@ -93,10 +95,10 @@ def test_ties_go_to_the_first_entries_wherever_padding_ends(padding: int) -> Non
     worth = torch.randint(0, 3, (1, 2, 200), generator=generator) / 8
     best = [sorted(range(200), key=lambda place: -each[place])[:90] for each in worth[0].tolist()]
     padded = torch.cat([torch.ones(1, 2, padding), worth], dim=2)
-    chosen = TopAttention(90).top(padded, torch.tensor([padding]) if padding else None)
+    chosen = TopAttention((90,)).top(padded, torch.tensor([padding]) if padding else None)
     assert [places_of(chosen, 0, head) for head in (0, 1)] == [sorted(padding + each for each in of) for of in best]
     keys = torch.ones(1, 2, padding + 161, 4)
-    chosen = TopPages(32, 4).select(torch.ones(1, 2, 1, 4), Softmax(1.0), keys, torch.tensor([padding]))
+    chosen = TopPages((32,), 4).select(torch.ones(1, 2, 1, 4), Softmax(1.0), keys, torch.tensor([padding]))
     assert places_of(chosen, 0, 0) == [*range(padding, padding + 32)]
 
 
