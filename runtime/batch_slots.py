@@ -157,7 +157,7 @@ class _DenseSlots(KeptLayer):
     def __init__(self, layer: KeptLayer, capacity: int) -> None:
         entries = layer.entries()
         super().__init__(entries.keys, entries.values, layer.seen)
-        self.is_of(layer)
+        self.take_over_from(layer)
         self._capacity = capacity
         marks = entries.marks
         self._widths: list[int] = marks.any(dim=1).sum(dim=-1).tolist()
@@ -247,7 +247,7 @@ class _RaggedSlots(RaggedLayer):
     def __init__(self, layer: RaggedLayer, capacity: int) -> None:
         keys, values = layer.packed()
         super().__init__(keys, values, layer.head_sizes(), layer.seen)
-        self.is_of(layer)
+        self.take_over_from(layer)
         self._capacity = capacity
         self._segments: list[tuple[int, int]] = []
         self._free: list[tuple[int, int]] = []

@@ -53,7 +53,7 @@ class Conversation(CustomGenerate):
         self._before_answer: Checkpoint | None = None
         self._identity = Identity()  # of the model that answered the last turn
         _require_single(self.ids)
-        if state is not None and not state.joins:
+        if state is not None and not state.has_plain_entries:
             raise UserError(
                 "conversation: the state's method stores entries in its own form (kivi, specache, specontext, quest, "
                 "exact_topk); give the state that it was made from",

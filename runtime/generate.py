@@ -434,7 +434,7 @@ class CustomGenerate(ABC):
         remedy = "continue with that, or leave out past_key_values"
         recorded.require(present, "custom_generate: past_key_values were computed", remedy)
         past.state.require_unchanged()
-        if past.method != self and not past.state.joins:
+        if past.method != self and not past.state.has_plain_entries:
             raise UserError(
                 f"custom_generate: past_key_values of {type(past.method).__name__} are stored in its own form; "
                 "continue with the same method",
@@ -667,12 +667,12 @@ class Method(CustomGenerate):
     ) -> State:
         """Read a further turn and return the state to answer from, within the budget again.
 
-        The state, of this method or one that `joins`, stays unchanged. `tokens` are [B, n] int64, without padding; with
-        n = 0 the answer follows what has been read. `chunk` and `between` are as for `start`.
+        The state, of this method or one that `has_plain_entries`, stays unchanged. `tokens` are [B, n] int64, without
+        padding; with n = 0 the answer follows what has been read. `chunk` and `between` are as for `start`.
         """
         if must_restart(model, state, tokens.shape[1]):
             return self.restart(model, state, tokens)
-        reader = model if state.joins else self.turn_reader(model)
+        reader = model if state.has_plain_entries else self.turn_reader(model)
         state = state.copy()
         count = tokens.shape[1]
         end = 0
@@ -812,7 +812,7 @@ class CacheMethod(Method):
     @override
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, **options: Any) -> State:
         after = super().resume(model, state, tokens, **options)
-        return self.compress_state(model, after) if after.joins else after
+        return self.compress_state(model, after) if after.has_plain_entries else after
 
     def shares_prefill(self, length: int) -> bool:
         """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
@@ -926,7 +926,7 @@ def generate(
             )
         method = AnswersFrom(method.method, method.state)
     elif isinstance(method, State):
-        if not method.joins:
+        if not method.has_plain_entries:
             raise UserError(
                 "generate: this state stores entries in its method's own form; pass the past_key_values that "
                 "method.compress returns, or call Conversation(model, method, state).say(input_ids)",

@@ -7,7 +7,7 @@ and on a GPU where one kernel attends to all heads (`keepsight.runtime.ragged_ke
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
 
-Layer = TypeVar("Layer", bound=KeptLayer)
-
-
 CALL = 384
 """On a CPU, attending to one more head by itself takes as long as reading about so many entries of padding: measured
 with SmolLM2-135M in float32, a batch of 8 and two AVX2 cores."""
@@ -30,7 +27,7 @@ with SmolLM2-135M in float32, a batch of 8 and two AVX2 cores."""
 
 def can_join(state: State) -> bool:
     """Whether `join` takes a state: not one with recurrent states, or with entries in a form of its own."""
-    return state.joins and not has_recurrent(state.cache)
+    return state.has_plain_entries and not has_recurrent(state.cache)
 
 
 def join(states: Sequence[State]) -> State:
@@ -124,12 +121,6 @@ def rows_of(state: State, index: Tensor, width: int, cache: StateCache) -> State
     """The rows `index` [B] of a batch, whose longest has `width` tokens, with this cache of their entries."""
     first_column = state.tokens.shape[1] - width
     lengths = state.lengths[index]
-    rope_offset = state.rope_offset
-    if isinstance(rope_offset, Tensor):
-        rope_offset = rope_offset[index]
-    batch_offset = state.batch_offset
-    if isinstance(batch_offset, Tensor):
-        batch_offset = batch_offset[index]
     images = Images({}) if state.images else None
     padded = state.padded is not False and bool((lengths < width).any())
     return State(
@@ -137,11 +128,16 @@ def rows_of(state: State, index: Tensor, width: int, cache: StateCache) -> State
         state.logits[index],
         state.tokens[index, first_column:],
         lengths,
-        rope_offset=rope_offset,
-        batch_offset=batch_offset,
+        rope_offset=offsets_of(state.rope_offset, index),
+        batch_offset=offsets_of(state.batch_offset, index),
         padded=padded,
         images=images,
     )
+
+
+def offsets_of(offset: Tensor | Literal[0], index: Tensor) -> Tensor | Literal[0]:
+    """The offsets of the rows `index` [n], from those of all rows [B]; 0 is that of every row."""
+    return offset[index] if isinstance(offset, Tensor) else offset
 
 
 def last_entries(state: State, row: int, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -164,17 +160,18 @@ def _take_dense(layer: KeptLayer, index: Tensor, seen: int) -> KeptLayer:
     index = index.to(entries.keys.device)
     keys = entries.keys[index]
     values = entries.values[index]
-    if entries.real is None:
-        return _of_same_model(layer, KeptLayer(keys, values, seen))
-
-    real = entries.real[index].expand(keys.shape[:3])
-    padding = int(real.any(dim=1).any(dim=0).int().argmax())  # of all rows and heads
-    keys = keys[:, :, padding:].contiguous()
-    values = values[:, :, padding:].contiguous()
-    real = real[:, :, padding:].contiguous()
-    if bool(real.all()):
-        return _of_same_model(layer, KeptLayer(keys, values, seen))
-    return _of_same_model(layer, KeptLayer(keys, values, seen, real))
+    real = None
+    if entries.real is not None:
+        real = entries.real[index].expand(keys.shape[:3])
+        padding = int(real.any(dim=1).any(dim=0).int().argmax())  # of all rows and heads
+        keys = keys[:, :, padding:].contiguous()
+        values = values[:, :, padding:].contiguous()
+        real = real[:, :, padding:].contiguous()
+        if bool(real.all()):
+            real = None
+    taken = KeptLayer(keys, values, seen, real)
+    taken.take_over_from(layer)
+    return taken
 
 
 def _take_ragged(layer: RaggedLayer, rows: Sequence[int], seen: int) -> RaggedLayer:
@@ -185,7 +182,9 @@ def _take_ragged(layer: RaggedLayer, rows: Sequence[int], seen: int) -> RaggedLa
     row_values = packed_values.split(row_sizes)
     keys = torch.cat([row_keys[row] for row in rows])
     values = torch.cat([row_values[row] for row in rows])
-    return _of_same_model(layer, RaggedLayer(keys, values, sizes[[*rows]], seen))
+    taken = RaggedLayer(keys, values, sizes[[*rows]], seen)
+    taken.take_over_from(layer)
+    return taken
 
 
 def bounded_rows(layer: Any, index: Tensor, seen: int) -> Any:
@@ -205,13 +204,15 @@ def _join_dense(layers: Sequence[KeptLayer], seen: int) -> KeptLayer:
     keys = _joined([entries.keys for entries in all_entries])
     values = _joined([entries.values for entries in all_entries])
     longest = keys.shape[2]
-    if all(entries.real is None and entries.keys.shape[2] == longest for entries in all_entries):
-        return _of_same_model(layers[0], KeptLayer(keys, values, seen))
-
-    marks = []
-    for entries in all_entries:
-        marks.append(functional.pad(entries.marks, (longest - entries.keys.shape[2], 0)))
-    return _of_same_model(layers[0], KeptLayer(keys, values, seen, torch.cat(marks)))
+    real = None
+    if any(entries.real is not None or entries.keys.shape[2] < longest for entries in all_entries):
+        marks = []
+        for entries in all_entries:
+            marks.append(functional.pad(entries.marks, (longest - entries.keys.shape[2], 0)))
+        real = torch.cat(marks)
+    joined = KeptLayer(keys, values, seen, real)
+    joined.take_over_from(layers[0])
+    return joined
 
 
 def _join_ragged(layers: Sequence[KeptLayer], seen: int) -> RaggedLayer:
@@ -226,7 +227,8 @@ def _join_ragged(layers: Sequence[KeptLayer], seen: int) -> RaggedLayer:
         all_values.append(values)
         all_counts.append(ragged.head_sizes())
     joined = RaggedLayer(torch.cat(all_keys), torch.cat(all_values), np.concatenate(all_counts), seen)
-    return _of_same_model(layers[0], joined)
+    joined.take_over_from(layers[0])
+    return joined
 
 
 def as_ragged(layer: KeptLayer) -> RaggedLayer:
@@ -236,12 +238,6 @@ def as_ragged(layer: KeptLayer) -> RaggedLayer:
         layer = layer.keep(layer.entries().marks, sizes, ragged=True)
     assert isinstance(layer, RaggedLayer)
     return layer
-
-
-def _of_same_model(layer: KeptLayer, new_layer: Layer) -> Layer:
-    """The new layer, which belongs to the decoder layer of the other."""
-    new_layer.is_of(layer)
-    return new_layer
 
 
 def join_bounded(layers: Sequence[Any], seen: int) -> Any:

@@ -448,11 +448,11 @@ class KeptLayer(DynamicLayer):
             kept.recorded = self.recorded.last(window).keep(mask, counts)
         tokens = min(self.croppable, RECENT)
         kept.recent = mask[..., mask.shape[2] - tokens :].clone()  # a slice would keep the whole mask alive
-        kept.is_of(self)
+        kept.take_over_from(self)
         return kept
 
-    def is_of(self, layer: "KeptLayer") -> None:
-        """Take over from another layer what does not depend on its entries."""
+    def take_over_from(self, layer: "KeptLayer") -> None:
+        """Take over what does not depend on entries from the layer that this one follows."""
         self.expansion = layer.expansion
         self.origin = layer.origin
         self.recurrent = layer.recurrent

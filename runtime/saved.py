@@ -126,7 +126,7 @@ def save_state(
         raise UserError(
             f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}", field="question", code="unknown"
         )
-    if not state.joins:
+    if not state.has_plain_entries:
         raise UserError(
             f"{_file(path)}: a state whose method stores entries in its own form (kivi, specache, specontext, "
             "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again",
@@ -443,7 +443,7 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
         layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen)
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
-    layer.is_of(empty)
+    layer.take_over_from(empty)
     return layer
 
 

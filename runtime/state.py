@@ -158,7 +158,7 @@ class State:
         takes its old tensors beside the new ones, which is not counted. None for states of subclasses, which store
         entries in their own form.
         """
-        if not self.joins:
+        if not self.has_plain_entries:
             return None
         peak_bytes = 0
         for layer in self.cache.layers:
@@ -171,8 +171,8 @@ class State:
         return peak_bytes
 
     @property
-    def joins(self) -> bool:
-        """Whether it can be in a batch with others; states of subclasses store entries in their own form."""
+    def has_plain_entries(self) -> bool:
+        """Whether the entries are plain keys and values; subclasses store them in a form of their own."""
         return type(self) is State
 
     @property
@@ -191,7 +191,7 @@ class State:
     @property
     def is_whole(self) -> bool:
         """Whether it is of text alone, nothing was evicted, and entries are stored as they are."""
-        return self.joins and not self.images and bool((self.counts() == self.lengths[:, None]).all())
+        return self.has_plain_entries and not self.images and bool((self.counts() == self.lengths[:, None]).all())
 
     def entries(self) -> list[LayerEntries]:
         """Keys, values [B, K, C, d] of each layer, and which of them are real, [B, 1 or K, C] or None for all."""
@@ -263,7 +263,7 @@ class State:
         Raises:
             UserError: they cannot be taken off: entries before them were evicted, or a layer is bounded.
         """
-        if not self.joins:
+        if not self.has_plain_entries:
             raise UserError(
                 "crop: entries in a form of their own cannot be cropped; keep a copy of the state instead",
                 field="crop",
@@ -326,7 +326,7 @@ class Checkpoint:
         self.recorded = [layer.recorded for layer in state.layers]
         self.copy = state.copy() if copies else None
         empty = [KeptLayer() for _ in state.layers]
-        self.bounded = with_full_layers(state.cache, empty) if state.joins and not copies else None
+        self.bounded = with_full_layers(state.cache, empty) if state.has_plain_entries and not copies else None
 
     def restored(self, after: State) -> State:
         """A copy of the state as it was, from the state `after` the answer.

@@ -8,14 +8,14 @@ each number of rows, and for each size that entries round up to, not for each ba
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime.attention import StateCache
-from keepsight.runtime.join import last_entries
+from keepsight.runtime.join import last_entries, offsets_of
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State
 from keepsight.runtime.static_step import StaticStep, borrowed_step, give_back, may_be_static
@@ -31,7 +31,7 @@ class _Stretch:
     Attributes:
         step: The step.
         before: The state that was loaded, without its entries, which are in the step.
-        layers: Its layers, likewise: they say what the layers after it belong to.
+        layers: Its layers, likewise: those after it take over from them what does not depend on entries.
         slots: The rows of the step that answers still need, in the order of the batch.
         index: The same as a tensor.
         tokens: [B] int64 each: what every row of the step has read since.
@@ -128,7 +128,7 @@ class StaticBatch:
         layers: list[Any] = []
         for number, layer in enumerate(stretch.layers):
             settled = RaggedLayer(*stretch.step.packed(number, stretch.slots, count), width)
-            settled.is_of(layer)
+            settled.take_over_from(layer)
             layers.append(settled)
         after = replace(
             before,
@@ -136,8 +136,8 @@ class StaticBatch:
             logits=state.logits,
             tokens=tokens[:, tokens.shape[1] - width :],
             lengths=lengths,
-            rope_offset=_rows_of(before.rope_offset, index),
-            batch_offset=_rows_of(before.batch_offset, index),
+            rope_offset=offsets_of(before.rope_offset, index),
+            batch_offset=offsets_of(before.batch_offset, index),
             padded=bool((lengths < width).any()),
         )
         self.drop()
@@ -157,15 +157,10 @@ class StaticBatch:
             return False
         layers = []
         for layer in state.layers:
-            belongs = KeptLayer()
-            belongs.is_of(layer)
-            layers.append(belongs)
+            without_entries = KeptLayer()
+            without_entries.take_over_from(layer)
+            layers.append(without_entries)
         slots = list(range(rows))
         index = torch.arange(rows, device=state.logits.device)
         self._stretch = _Stretch(step, replace(state, cache=StateCache(layers=[])), layers, slots, index, [])
         return True
-
-
-def _rows_of(offset: Tensor | Literal[0], index: Tensor) -> Tensor | Literal[0]:
-    """The offsets [B] of some rows; 0 is that of all."""
-    return offset[index] if isinstance(offset, Tensor) else offset

@@ -144,7 +144,7 @@ def end_tokens_of(criteria: StoppingCriteriaList) -> list[int]:
 
 def reason_against(model: Reader, state: State) -> str | None:
     """Why the steps after a state cannot be static; None where they can."""
-    if not isinstance(model, PreTrainedModel) or not state.joins:
+    if not isinstance(model, PreTrainedModel) or not state.has_plain_entries:
         return "entries are read in a form of their own"
     if state.needs != Needs():
         return "what the answer reads is recorded"

@@ -168,7 +168,7 @@ def turned(model: PreTrainedModel, state: State, entries: int, *, compare: bool 
     nothing is recorded in the new one. A `UserError` if the model's keys cannot be rotated, or the rotation changes the
     next token's logits; with `compare=False` these are not computed, which takes two passes.
     """
-    if len(state.lengths) != 1 or not state.joins:
+    if len(state.lengths) != 1 or not state.has_plain_entries:
         raise UserError(
             "a prefix is made of one prompt, and of entries that are stored as they are", field="state", code="state"
         )

@@ -185,7 +185,9 @@ class Sessions:
 
     def add(self, tenant: str, method: Method, state: State, ids: Tensor, after: Continuation | None) -> Session | None:
         """Keep the state of a prompt [n] int64, which was read on from another; returns None where none is kept."""
-        if not self.max_bytes or not state.joins or state.images or not torch.equal(state.tokens[0].cpu(), ids.cpu()):
+        if not self.max_bytes or not state.has_plain_entries or state.images:
+            return None
+        if not torch.equal(state.tokens[0].cpu(), ids.cpu()):
             return None  # such as a prompt that its method has shortened
         if after is not None and after.count == len(ids):
             return after.session

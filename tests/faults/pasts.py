@@ -188,7 +188,7 @@ def _goes_on(trial: _Trial, rng: Random) -> None:
 
 
 def _talks(trial: _Trial, rng: Random) -> None:
-    if trial.past.state.joins:
+    if trial.past.state.has_plain_entries:
         turn = trial.longer(rng)[:, -3:]
         found, expected = (
             Conversation(trial.model, trial.method, past.state).say(turn, **GREEDY)
@@ -198,7 +198,7 @@ def _talks(trial: _Trial, rng: Random) -> None:
 
 
 def _saves(trial: _Trial, rng: Random) -> None:
-    if trial.past.state.joins:
+    if trial.past.state.has_plain_entries:
         turn = trial.longer(rng)[:, -3:]
         saved = load_state(save_state(trial.past.state, trial.folder, model=trial.model), trial.model)
         talk = Conversation(trial.model, method_of("full", None), trial.fresh().state)

@@ -94,7 +94,7 @@ def observed(case: str, budget: int | float, *lengths: int) -> dict[str, Any]:
     result: dict[str, Any] = {"bytes": state.kv_bytes}
     if state.tokens.shape != ids.shape:
         result["tokens"] = state.tokens.tolist()
-    elif state.joins:
+    elif state.has_plain_entries:
         result["kept"] = _kept(state, prefill(model, ids, padding))
     answers = generate(model, ids, method, attention_mask=padding, max_new_tokens=ANSWER, eos_token_id=None)
     return result | {"answers": answers.tolist()}
