@@ -20,7 +20,7 @@ from typing_extensions import override
 from keepsight.models.transformers_internals import DummyLayer
 from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.join import as_ragged, bounded_rows, join, join_bounded, joined_fields, joins_unpadded, rows_of
-from keepsight.runtime.layer import KeptLayer, RaggedLayer, spare
+from keepsight.runtime.layer import KeptLayer, RaggedLayer, head_spans, spare
 from keepsight.runtime.state import State
 
 
@@ -278,7 +278,7 @@ class _RaggedSlots(RaggedLayer):
         start = 0
         for row in range(rows):
             self._segments.append((start, int(sizes[row])))
-            self._kept += _heads_from(start, counts[row].tolist(), room)
+            self._kept += head_spans(counts[row], room, start)
             start += int(sizes[row])
         self._free = [(start, total - start)] if total > start else []
         for (new_start, count), (old_start, _) in zip(self._kept, old_spans, strict=True):
@@ -296,7 +296,7 @@ class _RaggedSlots(RaggedLayer):
         self._starts, self._ends = bounds.unbind()
 
     def _needed(self, layer: RaggedLayer) -> int:
-        """BatchSlots for the entries of a layer's one row, and the tokens that the batch may still append."""
+        """Number of positions for a one-row layer's entries and for the tokens that the batch may still append."""
         return int(layer.head_sizes().sum()) + self.kv_heads * (self._writable - self.appended)
 
     def admits(self, layer: KeptLayer, count: int) -> bool:
@@ -315,7 +315,7 @@ class _RaggedSlots(RaggedLayer):
         keys, values = ragged.packed()
         read = 0
         spans = []
-        for head_start, count in _heads_from(start, sizes.tolist(), self._writable - self.appended):
+        for head_start, count in head_spans(sizes, self._writable - self.appended, start):
             self.keys[0, 0, head_start : head_start + count] = keys[read : read + count]
             self.values[0, 0, head_start : head_start + count] = values[read : read + count]
             spans.append((head_start, count - self.appended))
@@ -344,15 +344,6 @@ class _RaggedSlots(RaggedLayer):
         self._segments = [self._segments[row] for row in order]
         self.counts = self.counts[[*order]]
         self._note_bounds()
-
-
-def _heads_from(start: int, counts: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Where each head's entries begin, with `room` free positions after each head's, and how many there are."""
-    spans = []
-    for count in counts:
-        spans.append((start, count))
-        start += count + room
-    return spans
 
 
 def _merged(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -96,7 +96,18 @@ class Recorded:
         return replace(self, queries=self.queries[:, :, start:], query_mask=query_mask, ahead=ahead)
 
     def without_last(self, count: int) -> "Recorded":
-        """The same with the queries of before the last `count` tokens; scores are left to the layer.
+        """The same as it was before the last `count` tokens, of which every head holds the entry.
+
+        Raises:
+            UserError: as `without_last_queries`.
+        """
+        scores = {}
+        for scorer, entry_scores in self.scores.items():
+            scores[scorer] = entry_scores[..., : entry_scores.shape[-1] - count]
+        return replace(self.without_last_queries(count), scores=scores)
+
+    def without_last_queries(self, count: int) -> "Recorded":
+        """The same with the queries of before the last `count` tokens; the scores of their entries are still there.
 
         Raises:
             UserError: attention or statistics were summed over all queries.
@@ -300,29 +311,26 @@ class KeptLayer(DynamicLayer):
             )
 
     def without_last(self, count: int) -> "KeptLayer":
-        """An independent layer without the entries of the last `count` tokens, exactly, also those before an eviction.
+        """An independent copy as it was before the last `count` tokens, even where an eviction came in between.
 
         Raises:
             UserError: which of them an eviction has kept is no longer known, or attention was summed over them.
         """
-        recorded = self.recorded and self.recorded.without_last(count)
         if count > self.croppable:
-            twin = self._without_recent(count)
-            scores = twin.recorded.scores if twin.recorded else {}
-            if recorded is not None and twin.recorded is not None:
-                recorded = replace(recorded, scored=twin.recorded.scored)
-        else:
-            twin = self.share()
-            twin.crop(-count)
-            scores = {}
-            if recorded is not None:
-                for scorer, entry_scores in recorded.scores.items():
-                    scores[scorer] = entry_scores[..., : entry_scores.shape[-1] - count]
-        twin.recorded = recorded and replace(recorded, scores=scores)
+            return self._without_recent(count)
+        return self._cropped(count)
+
+    def _cropped(self, count: int) -> "KeptLayer":
+        """`without_last` of tokens that were read since the last eviction."""
+        recorded = self.recorded and self.recorded.without_last(count)
+        twin = self.share()
+        twin.crop(-count)
+        twin.recorded = recorded
         return twin
 
     def _without_recent(self, count: int) -> "KeptLayer":
-        """A copy without the entries of the last `count` tokens, some of which were read before the last eviction."""
+        """`without_last` of tokens some of which were read before the last eviction."""
+        recorded = self.recorded and self.recorded.without_last_queries(count)
         before = count - self.croppable
         if self.recent is None or before > self.recent.shape[2]:
             self._require_croppable(count)
@@ -336,6 +344,8 @@ class KeptLayer(DynamicLayer):
         twin = self.keep(marks, counts, ragged=True)  # no mask of the model's fits layers of other lengths
         twin.seen = self.seen - count
         twin.recent = self.recent[..., :remembered]
+        if recorded is not None and twin.recorded is not None:
+            twin.recorded = replace(recorded, scores=twin.recorded.scores, scored=twin.recorded.scored)
         return twin
 
     def entries(self) -> LayerEntries:
@@ -480,7 +490,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
         super().__init__(keys[None, None], values[None, None], seen)
         self.counts = counts
         self.appended = 0
-        self._kept = _one_after_another(counts, 0)
+        self._kept = head_spans(counts, 0)
         self._writable = 0  # how many tokens each head's room takes; 0 while the memory is another layer's
         self._starts: Tensor | None = None  # [B x K] int64: where each head's entries begin
         self._ends: Tensor | None = None  # [B x K] int64: where its appended tokens begin
@@ -558,7 +568,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
     def _make_room(self, room: int) -> None:
         """Copy all entries to new memory with room for `room` tokens after each head's."""
         old_spans = self._spans()
-        new_spans = _one_after_another(self.counts, room)
+        new_spans = head_spans(self.counts, room)
         total = int(self.counts.sum()) + room * self.counts.size
         keys = self.keys.new_empty(1, 1, total, self.keys.shape[3])
         values = self.values.new_empty(1, 1, total, self.values.shape[3])
@@ -644,10 +654,9 @@ class RaggedLayer(OwnAttention, KeptLayer):
         return twin
 
 
-def _one_after_another(counts: Counts, room: int) -> list[tuple[int, int]]:
-    """Where each head's entries begin, with room for `room` more after each head's, and how many there are."""
+def head_spans(counts: Counts, room: int, start: int = 0) -> list[tuple[int, int]]:
+    """(start, count) of each head's entries, from `start` on, with `room` free positions behind each head's."""
     spans = []
-    start = 0
     for count in counts.ravel().tolist():
         spans.append((start, count))
         start += count + room
