@@ -127,7 +127,7 @@ class Evict(CacheMethod):
             self.allocate.check(self.budget - self.every)
 
     def _check_rerotation(self, needs: Needs) -> None:
-        """Refuse what cannot be had with keys at other positions."""
+        """Refuse options that cannot be combined with `rerotate`."""
         name = type(self).__name__
         if self.during_prefill:
             raise UserError(
@@ -402,9 +402,7 @@ class Evict(CacheMethod):
             counts = np.array(torch.stack(layer_counts).tolist())
         else:
             counts = self.allocate(self._sizes(state), self.budgets(state), [])
-        # Bounded layers still need the model's padding mask, which fits no dense layer after eviction.
-        ragged = state.tokens_mask is not None and any(map(is_bounded, state.cache.layers))
-        marked = bool(counts.min() != counts.max())
+        ragged, marked = _forms(state.cache, state.tokens_mask is not None, counts)
         renumbering = None
         if self.rerotate:
             renumbering = Renumbering.of(model, state, self._sizes(state).real, counts)
@@ -435,6 +433,22 @@ class Evict(CacheMethod):
         return HeadSizes(real, real.clip(max=self.sinks + self.window))
 
 
+def _forms(cache: Cache, padded: bool, counts: Counts | None) -> tuple[bool, bool]:
+    """`ragged` and `marked` of `KeptLayer.keep`, for all layers of a cache.
+
+    Args:
+        cache: The cache before eviction.
+        padded: Whether a row has padding.
+        counts: [L, B, K] int64: how many entries the heads keep; None where those of other layers are not known yet.
+    """
+    # After an eviction the model's padding mask no longer fits a dense layer. Bounded layers still need that mask, so
+    # the evicted layers must do without it: they become ragged.
+    ragged = padded and any(map(is_bounded, cache.layers))
+    # The model makes one causal mask for all layers, which fits none of another length.
+    marked = counts is None or bool(counts.min() != counts.max())
+    return ragged, marked
+
+
 @dataclass
 class _LayerEviction:
     """Evicts from each layer of a batch of prompts as soon as it is read.
@@ -456,15 +470,12 @@ class _LayerEviction:
         importance = method.layer_importance(self._scores(layer), layer)
         if method.allocate.reads_scores:
             counts = self._allocate(importance, 1, [importance])[0]
-            marked = True
+            ragged, marked = _forms(cache, self.padded, None)
         else:
             if self._counts is None:
                 self._counts = self._allocate(importance, len(full_layers(cache)), [])
             counts = self._counts[index]
-            marked = bool(self._counts.min() != self._counts.max())
-
-        # Bounded layers still need the model's padding mask, which fits no dense layer after eviction.
-        ragged = self.padded and any(map(is_bounded, cache.layers))
+            ragged, marked = _forms(cache, self.padded, self._counts)
         mask = top_mask(importance, counts)
         return layer.keep(mask, counts, window=method.window, ragged=ragged, marked=marked)
 
