@@ -149,7 +149,7 @@ class Softmax(NamedTuple):
         return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
+RecordLayer = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
 """Called in every layer with attention, with the layer's index, its queries [B, H, q, d], all keys they may see
 [B, K, S, d] (both after RoPE; of a ragged layer the new ones alone), its softmax, the keys' padding [B, K, S] bool
 (False for padding) where it differs by head, else None, and the mask that the model made, in the form of the
@@ -354,7 +354,12 @@ class StateCache(Cache):
 
 
 def run(
-    model: Reader, cache: Cache, *, recorder: Recorder | None = None, rope_lengths: Tensor | None = None, **inputs: Any
+    model: Reader,
+    cache: Cache,
+    *,
+    recorder: RecordLayer | None = None,
+    rope_lengths: Tensor | None = None,
+    **inputs: Any,
 ) -> Any:
     """Run a model on new tokens, append them to a cache, and return its output; `inputs` are arguments of the model.
 
@@ -406,7 +411,7 @@ def run(
 
 
 @contextmanager
-def _current(config: Any, recorder: Recorder | None, entries: Cache) -> Iterator[None]:
+def _current(config: Any, recorder: RecordLayer | None, entries: Cache) -> Iterator[None]:
     """Within the block, attention that its model hands no keywords (StableLM, Nemotron) has those of this pass."""
     passes = _CURRENT.passes
     before = passes.get(id(config))
@@ -443,7 +448,7 @@ class _OncePerEntries:
     query heads of a KV head reduces them over the layers too.
     """
 
-    def __init__(self, recorder: Recorder, cache: Cache) -> None:
+    def __init__(self, recorder: RecordLayer, cache: Cache) -> None:
         self._recorder = recorder
         self._cache = cache
         self._queries: dict[int, list[Tensor]] = {}
@@ -561,7 +566,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    recorder: Recorder | None = None,
+    recorder: RecordLayer | None = None,
     entries: Cache | None = None,
     scaling: float | None = None,
     **options: Any,

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.models.decoder import is_on_several_devices
-from keepsight.runtime.attention import OwnAttention, Recorder, Softmax, grouped_attention, run, visible
+from keepsight.runtime.attention import OwnAttention, RecordLayer, Softmax, grouped_attention, run, visible
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.matmul_attention import attend_by_products, is_faster
 from keepsight.runtime.rope_length import length_limit
@@ -63,7 +63,7 @@ def run_beside(
     model: PreTrainedModel,
     prompt: tuple[Cache, Tensor, Tensor],
     answers: tuple[Cache, Tensor, Tensor],
-    recorder: Recorder | None,
+    recorder: RecordLayer | None,
 ) -> Tensor:
     """Read a part of a prompt, and the next tokens of answers; both caches grow.
 

@@ -43,7 +43,7 @@ from keepsight.runtime.static_step import static_step
 
 logger = logging.getLogger("keepsight")
 
-_READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+_HONOURED_INPUTS = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def decode(
     )
     with nullcontext() if eviction is not None else steps as step:
         if step is not None and step.choice is not None:
-            answer = step.write(model)
+            answer = step.decode(model)
             return Decoded(torch.cat([ids, answer], dim=1), step.after(state, answer))
 
         logits = state.logits
@@ -320,8 +320,8 @@ class CustomGenerate(ABC):
         if images:
             self._require_images(past)
 
-        logits = _Recorder()
-        scores = _Recorder()
+        logits = _LogitsRecorder()
+        scores = _LogitsRecorder()
         processors = list(logits_processor)
         if generation_config.output_scores:
             processors.append(scores)
@@ -443,7 +443,7 @@ class CustomGenerate(ABC):
             )
 
 
-class _Recorder(LogitsProcessor):
+class _LogitsRecorder(LogitsProcessor):
     """Records the logits [B, V] of each token and leaves them as they are; `recorded` is None before the first."""
 
     recorded: tuple[Tensor, ...] | None = None
@@ -474,7 +474,7 @@ def _require_honoured(
         "cache_implementation": _asked("cache_implementation", config, options),
         "use_cache=False": _asked("use_cache", config, options) is False or None,
     }
-    for name in sorted(asked.keys() - _READ):
+    for name in sorted(asked.keys() - _HONOURED_INPUTS):
         if asked[name] is not None and asked[name] != {}:
             raise UserError(
                 f"custom_generate: {name} is not supported; leave it out, or generate without a method",
@@ -715,8 +715,8 @@ class Method(CustomGenerate):
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget.
 
-        A ratio is rounded, and raised to `least_budget` where it gives less, which is said once. Room for the tokens
-        of an eviction interval is taken off.
+        A ratio is rounded, and raised to `least_budget` where it gives less; a warning is logged once. Room for the
+        tokens of an eviction interval is taken off.
         """
         budget = getattr(self, "budget", length)
         if isinstance(budget, float):
@@ -724,7 +724,7 @@ class Method(CustomGenerate):
             least = self.least_budget()
             if entries < least:
                 if least > 1:
-                    _say_raised(type(self).__name__, budget, least)
+                    _warn_ratio_raised(type(self).__name__, budget, least)
                 entries = least
             return entries - self.every
         return int(budget) - self.every
@@ -842,8 +842,8 @@ class FullCache(CacheMethod):
 
 
 @functools.cache
-def _say_raised(name: str, ratio: float, least: int) -> None:
-    """Say once that a ratio of short prompts leaves fewer entries than a method needs."""
+def _warn_ratio_raised(name: str, ratio: float, least: int) -> None:
+    """Log once that a ratio of short prompts leaves fewer entries than a method needs."""
     logger.warning(
         "%s: the ratio %s leaves fewer entries of some prompts than it needs; it keeps %d", name, ratio, least
     )

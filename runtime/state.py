@@ -348,7 +348,7 @@ class Checkpoint:
 
 
 @dataclass
-class Recorder:
+class PassRecorder:
     """Records the `needs` of one forward pass in the layers of the cache that it appends to.
 
     Attributes:
@@ -384,7 +384,7 @@ class Recorder:
     def __call__(
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
     ) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
+        """See `keepsight.runtime.attention.RecordLayer`."""
         layer = self.cache.layers[index]
         if not isinstance(layer, KeptLayer):
             return  # bounded: nothing is scored there
@@ -479,7 +479,7 @@ class Recorder:
 
 
 @contextmanager
-def _recorded_in_hooks(model: Reader, needs: Needs, recorder: Recorder | None) -> Iterator[RecordFeatures | None]:
+def _recorded_in_hooks(model: Reader, needs: Needs, recorder: PassRecorder | None) -> Iterator[RecordFeatures | None]:
     """Within the block, hooks record what `needs` asks for beside the attention; yields the recorded features."""
     with ExitStack() as hooks:
         record_features = None
@@ -600,7 +600,7 @@ def _prefill(
         end = min(start + pass_tokens(chunk, between, length), length)
         is_last = end == length
         chunk_mask = None if mask is None else mask[:, :end]
-        recorder = Recorder(cache, needs, chunk_mask)
+        recorder = PassRecorder(cache, needs, chunk_mask)
         others = None
         if beside is not None and not is_last:
             others = beside.next_tokens(model)
@@ -745,7 +745,7 @@ def read(
         mask = functional.pad(mask, (0, count), value=True)
     recorder = None
     if state.needs != Needs():
-        recorder = Recorder(state.cache, state.needs, mask)
+        recorder = PassRecorder(state.cache, state.needs, mask)
     first_positions = state.lengths + state.rope_offset
     rope_lengths = None if limit is None else state.rope_lengths + count + more
     with _recorded_in_hooks(model, state.needs, recorder) as record_features:

@@ -237,9 +237,9 @@ class StaticStep:
         free: [L, B x K] int64: the place of each head's first appended token.
         appended: [1] int64, the tokens appended since.
         answer: [B, capacity.tokens] int64, the tokens chosen.
-        taken: [1] int64, how many of them were chosen before all rows had ended.
+        chosen_count: [1] int64, how many tokens of each row were chosen before all rows had ended.
         logits: [B, V] float32, of the latest token that was read.
-        chosen_from: [B, V] float32, what the latest token of `taken` was chosen from.
+        chosen_from: [B, V] float32, what the latest of these tokens was chosen from.
         key: What its graph depends on; None without a graph.
     """
 
@@ -275,7 +275,7 @@ class StaticStep:
         if choice is not None:
             self.chosen_from = torch.zeros_like(self.logits)
             self.answer = integers(rows, capacity.tokens)
-            self.taken = integers(1)
+            self.chosen_count = integers(1)
             self.limit = integers(1)
             self.pad_token = integers(1)
             self.end_tokens = integers(choice.end_tokens)
@@ -324,7 +324,7 @@ class StaticStep:
         self.positions[rows:].zero_()
         if self.choice is not None:
             self.chosen_from.copy_(state.logits)
-            self.taken.zero_()
+            self.chosen_count.zero_()
             self.limit.fill_(self._tokens)
             self.unfinished.fill_(True)
             self.is_valid.fill_(True)
@@ -357,7 +357,7 @@ class StaticStep:
     def _choose(self, choice: Choice) -> None:
         is_running = self.unfinished.any()
         self.chosen_from.copy_(torch.where(is_running, self.logits, self.chosen_from))
-        self.taken.add_(is_running)
+        self.chosen_count.add_(is_running)
         scores: Any = self.logits
         for warper in choice.warpers:
             scores = warper(None, scores)
@@ -402,7 +402,7 @@ class StaticStep:
         self.advance(model)
         return self.logits.clone()
 
-    def write(self, model: Reader) -> Tensor:
+    def decode(self, model: Reader) -> Tensor:
         """Choose and read tokens until all rows have ended; returns the answers [B, T] int64.
 
         Raises:
@@ -416,7 +416,7 @@ class StaticStep:
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             if not is_running:
                 break
-        return self.answer[:, : int(self.taken)].clone()
+        return self.answer[:, : int(self.chosen_count)].clone()
 
     def packed(self, index: int, rows: Sequence[int], appended: int) -> tuple[Tensor, Tensor, Counts]:
         """Some rows' entries of a layer, with `appended` tokens: keys and values [total, d], and counts [rows, K]."""
@@ -530,7 +530,7 @@ def static_step(
         yield step
         return
 
-    graph_step = _taken_or_captured(base, state, capacity, choice, tokens, pad_token, end_tokens)
+    graph_step = _reused_or_captured(base, state, capacity, choice, tokens, pad_token, end_tokens)
     try:
         yield graph_step
     finally:
@@ -549,7 +549,7 @@ def borrowed_step(
         return None
     capacity = capacity_of(state, tokens, rows)
     if not without_graph:
-        return _taken_or_captured(model, state, capacity, None, tokens, 0, [])
+        return _reused_or_captured(model, state, capacity, None, tokens, 0, [])
     step = StaticStep(state, capacity, None)
     step.load(state, tokens)
     return step
@@ -592,7 +592,7 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return (*addresses, *adapters)
 
 
-def _taken_or_captured(
+def _reused_or_captured(
     model: PreTrainedModel,
     state: State,
     capacity: Capacity,

@@ -32,7 +32,7 @@ from keepsight.models.decoder import (
 )
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import SELECTION
-from keepsight.runtime.attention import Recorder, Softmax, run
+from keepsight.runtime.attention import RecordLayer, Softmax, run
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import empty_cache, full_layers, has_recurrent, positions_of, record_past, share
@@ -139,7 +139,7 @@ def text_lengths(batch: Batch, observers: int) -> Tensor:
 
 
 class AnswerAttention:
-    """A `Recorder` of the mean attention that an answer's tokens pay, in each layer with full attention.
+    """Records the mean attention that an answer's tokens pay, in each layer with full attention.
 
     Args:
         layers: Indices of these layers.
@@ -158,7 +158,7 @@ class AnswerAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
     ) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
+        """See `keepsight.runtime.attention.RecordLayer`."""
         if layer not in self._layers:
             return
         entries = key.shape[2]
@@ -195,7 +195,7 @@ def target_importance(
     cache = empty_cache(model)
     attention = AnswerAttention(full_attention_layers(model.config), batch.answer_ids.shape[1], cuts, mask)
 
-    def read(start: int, end: int, into: Cache, recorder: Recorder | None = None) -> None:
+    def read(start: int, end: int, into: Cache, recorder: RecordLayer | None = None) -> None:
         attention_mask = None if mask is None else mask[:, :end]
         inputs = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
         run(

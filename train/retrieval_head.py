@@ -104,7 +104,7 @@ class StepRecorder:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
     ) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
+        """See `keepsight.runtime.attention.RecordLayer`."""
         if layer not in self.groups:
             return
         batch, kv_heads, length, _ = key.shape

@@ -131,9 +131,9 @@ class Reconstruction(Observer):
                 state.layers, scores, has_all_entries, read, strict=True
             ):
                 if is_whole:
-                    _raise_chunk_scores(layer_scores, layer, probe, probe_queries, reduce)
+                    _update_chunk_maxima(layer_scores, layer, probe, probe_queries, reduce)
                 else:
-                    _raise_all_scores(layer_scores, layer, probe, probe_queries, reduce)
+                    _update_all_maxima(layer_scores, layer, probe, probe_queries, reduce)
         return scores
 
     def probes(self, state: State) -> Iterator[Probe]:
@@ -264,8 +264,8 @@ def _usable(layer: KeptLayer) -> LayerEntries:
     return LayerEntries(stored.keys.clone(), stored.values.clone(), stored.real)
 
 
-def _raise_chunk_scores(scores: Tensor, layer: KeptLayer, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> None:
-    """Raise a layer's scores [B, K, C], in place, to the attention of a probe to its chunk."""
+def _update_chunk_maxima(scores: Tensor, layer: KeptLayer, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> None:
+    """Update `scores` [B, K, C], a layer's largest attention so far, in place by that of a probe to its chunk."""
     keys = layer.attended().keys
     positions = probe.positions.to(keys.device)
     valid = probe.valid[:, None].to(keys.device)
@@ -279,8 +279,8 @@ def _raise_chunk_scores(scores: Tensor, layer: KeptLayer, probe: Probe, queries:
     scores.scatter_reduce_(2, chunk_positions, chunk_scores, "amax")
 
 
-def _raise_all_scores(scores: Tensor, layer: KeptLayer, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> None:
-    """Raise a layer's scores [B, K, C], in place, to the attention of a probe to all entries."""
+def _update_all_maxima(scores: Tensor, layer: KeptLayer, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> None:
+    """Update `scores` [B, K, C], a layer's largest attention so far, in place by that of a probe to all entries."""
     keys, _, real = layer.attended()
     if real is None:
         real = torch.ones(len(keys), 1, keys.shape[2], dtype=torch.bool, device=keys.device)

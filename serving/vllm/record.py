@@ -44,7 +44,7 @@ from keepsight.runtime.attention import Softmax
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.state import Needs, Recorder, State
+from keepsight.runtime.state import Needs, PassRecorder, State
 from keepsight.serving.export import Rotation, placeholders_of, rotations_of, turned_by, write_state
 from keepsight.serving.inside import PLAIN_FOLDER, evicting_method, looks_back
 from keepsight.serving.prefix import (
@@ -125,7 +125,7 @@ class RecordedPrompt:
             value = value.transpose(0, 1)[None].clone()
             layer: Any = self.cache.layers[index]
             layer.update(key, value)
-            Recorder(self.cache, self.needs, None)(index, query, layer.keys, softmax, None, None)
+            PassRecorder(self.cache, self.needs, None)(index, query, layer.keys, softmax, None, None)
         except Exception as error:  # of one request, not of those in its batch
             self.error = one_line(error)
 

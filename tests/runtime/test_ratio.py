@@ -60,5 +60,5 @@ def test_a_share_that_is_too_small_is_raised_to_what_the_method_needs(caplog: Lo
     assert snapkv(compression_ratio=0.5).budget_for(60) == 33
     lines = len(caplog.records)
     assert snapkv(compression_ratio=0.5).budget_for(50) == 33
-    assert len(caplog.records) == lines, "said once"
+    assert len(caplog.records) == lines, "logged once"
     assert "SnapKV: the ratio 0.5 leaves fewer entries of some prompts than it needs; it keeps 33" in caplog.text

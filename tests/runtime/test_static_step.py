@@ -351,7 +351,7 @@ def test_one_step_serves_several_requests(model: Any) -> None:
     step = loaded(first, Choice((), False, 0))
     for state, tokens in ((first, TOKENS), (second, TOKENS - 1), (first, 7)):
         step.load(state, tokens, pad_token=0)
-        answer = step.write(model)
+        answer = step.decode(model)
         found = Decoded(answer, step.after(state.copy(), answer))
         assert_same(decode(model, state.copy(), stop_after(tokens, None), pad_token=0), found)
 
@@ -369,7 +369,7 @@ def test_the_kernel_reads_the_pool(name: str, monkeypatch: pytest.MonkeyPatch) -
     step = loaded(state, Choice((), False, 0), 5)
     assert step.in_kernel and step.capacity.entries < state.counts().numel() * step.capacity.longest
     with torch.no_grad():
-        answer = step.write(model)
+        answer = step.decode(model)
     assert torch.equal(answer, expected.ids)
 
 

@@ -18,7 +18,7 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.drafts import ConstantText, DapQ, PromptEnds
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
 from keepsight.runtime.rope_length import length_limit
-from keepsight.runtime.state import Recorder, State, prefill
+from keepsight.runtime.state import PassRecorder, State, prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, MORE, family_model
 from tests.models.modules import SHAPE, random_on, save
@@ -98,14 +98,14 @@ def test_every_family_keeps_what_two_passes_keep(family: str, tmp_path: Path) ->
     whole = prefill(model, ids, needs=method.needs())
     before = [parameter.clone() for parameter in model.parameters()]
     passes: list[int] = []
-    recorder_call = Recorder.__call__
+    recorder_call = PassRecorder.__call__
 
-    def counted(self: Recorder, index: int, query: Tensor, *rest: Any) -> None:
+    def counted(self: PassRecorder, index: int, query: Tensor, *rest: Any) -> None:
         passes.append(query.shape[2])
         recorder_call(self, index, query, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "__call__", counted)
+        patch.setattr(PassRecorder, "__call__", counted)
         state = method.start(model, ids)
     joined_rows = 41 + method.observer.positions()
     is_joined = set(layer_kinds(model.config)) == {FULL} and length_limit(model.config) is None
