@@ -206,21 +206,21 @@ _FEW_TOKENS = 64
 _ROWS_AT_ONCE = 128
 """Queries whose logits are made at once where there is no kernel for them."""
 _LOCK = threading.Lock()
-_PASSES: Counter[int] = Counter()
+_PASS_COUNTS: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
 
 
-class _Current(threading.local):
+class _ThreadPasses(threading.local):
     """The passes under way in a thread, by the id of the model's text configuration: `recorder` and `entries`."""
 
     def __init__(self) -> None:
         self.passes: dict[int, tuple[Any, Any]] = {}
 
 
-_CURRENT = _Current()
+_THREAD = _ThreadPasses()
 
 
-class _Common:
+class _ProcessSetting:
     """A setting of the whole process, made when the first of the passes that need it begins and undone after the last.
 
     Re-entrant, and safe in several threads.
@@ -266,8 +266,8 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-_EAGER = _Common(lambda: torch.compiler.set_stance("force_eager"))
-_NO_CUDNN = _Common(_without_cudnn)
+_EAGER = _ProcessSetting(lambda: torch.compiler.set_stance("force_eager"))
+_NO_CUDNN = _ProcessSetting(_without_cudnn)
 
 
 class OpenCache(Cache):
@@ -403,7 +403,7 @@ def run(
         decisions_left_out(uncompiled) if isinstance(uncompiled, nn.Module) else nullcontext(),
         masks_of_layers(uncompiled, cache),
         relative_states(uncompiled),
-        _current(model.config.get_text_config(decoder=True), recorder, cache),
+        _pass_under_way(model.config.get_text_config(decoder=True), recorder, cache),
     ):
         output = uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
     _drop_logits(output, inputs)
@@ -411,9 +411,12 @@ def run(
 
 
 @contextmanager
-def _current(config: Any, recorder: RecordLayer | None, entries: Cache) -> Iterator[None]:
-    """Within the block, attention that its model hands no keywords (StableLM, Nemotron) has those of this pass."""
-    passes = _CURRENT.passes
+def _pass_under_way(config: Any, recorder: RecordLayer | None, entries: Cache) -> Iterator[None]:
+    """For models that pass no keywords on to their attention (StableLM, Nemotron).
+
+    Within the block, their attention finds the recorder and entries of this pass in the thread.
+    """
+    passes = _THREAD.passes
     before = passes.get(id(config))
     passes[id(config)] = recorder, entries
     try:
@@ -424,21 +427,21 @@ def _current(config: Any, recorder: RecordLayer | None, entries: Cache) -> Itera
             passes[id(config)] = before
 
 
-def same_passes() -> AbstractContextManager[None]:
-    """A context in which the passes that are under way now in this thread are so again, as for a recomputation."""
-    under_way = dict(_CURRENT.passes)
+def passes_to_resume() -> AbstractContextManager[None]:
+    """A context that restores the passes now under way in this thread, for a recomputation."""
+    under_way = dict(_THREAD.passes)
 
     @contextmanager
-    def again() -> Iterator[None]:
-        before = dict(_CURRENT.passes)
-        _CURRENT.passes.update(under_way)
+    def restored() -> Iterator[None]:
+        before = dict(_THREAD.passes)
+        _THREAD.passes.update(under_way)
         try:
             yield
         finally:
-            _CURRENT.passes.clear()
-            _CURRENT.passes.update(before)
+            _THREAD.passes.clear()
+            _THREAD.passes.update(before)
 
-    return again()
+    return restored()
 
 
 class _OncePerEntries:
@@ -517,7 +520,7 @@ def _positions_in(inputs: dict[str, Any], cache: Cache) -> Tensor:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Within the block, what `torch.compile` compiled runs as it was: compiled graphs know nothing of recorders.
+    """Within the block, code that `torch.compile` compiled runs uncompiled: compiled graphs know nothing of recorders.
 
     That holds for modules, their `forward`, and parts of them. Re-entrant, and safe in several threads.
     """
@@ -537,16 +540,16 @@ def recording(model: Reader) -> Iterator[None]:
     """
     config: Any = model.config.get_text_config(decoder=True)
     with _LOCK:
-        if not _PASSES[id(config)]:
+        if not _PASS_COUNTS[id(config)]:
             set_attention_of_config(config, _registered(attention_of_config(config)))
-        _PASSES[id(config)] += 1
+        _PASS_COUNTS[id(config)] += 1
     try:
         yield
     finally:
         with _LOCK:
-            _PASSES[id(config)] -= 1
-            if not _PASSES[id(config)]:
-                del _PASSES[id(config)]
+            _PASS_COUNTS[id(config)] -= 1
+            if not _PASS_COUNTS[id(config)]:
+                del _PASS_COUNTS[id(config)]
                 set_attention_of_config(config, attention_of_config(config).removeprefix(_NAME))
 
 
@@ -573,58 +576,114 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers asks for it, with what a pass of `run` adds: `recorder` and `entries`."""
     if entries is None and recorder is None:
-        recorder, entries = _CURRENT.passes.get(id(module.config), (None, None))
+        recorder, entries = _THREAD.passes.get(id(module.config), (None, None))
     if entries is not None or recorder is not None:
-        index = _layer_of(module, entries)
-        layer: Any = None if entries is None else entries.layers[index]
-        if isinstance(layer, SharedEntries) and entries is not None:
-            index = layer.owner
-            layer = entries.layers[index]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
-        softmax = Softmax(scale, softcap, options.get("s_aux"))
+        index, layer = _layer_read(module, entries)
+        softmax = _softmax_of(loaded, query, scaling, options)
         if options.get("position_bias") is not None and (layer is None or not is_bounded(layer)):
             query, softmax = _with_bias(module, query, softmax, entries, options)
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-            raise UserError(
-                f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
-                "scored; load a model without, such as Llama, Qwen, Mistral or Gemma",
-                field="model",
-                code="model",
-            )
-        real = getattr(layer, "real", None)
+        _require_same_mask_for_heads(module, attention_mask)
         if holds_decisions(module.config):
             query = without_decisions(query, key.shape[1])
+        real: Tensor | None = getattr(layer, "real", None)  # the recorder may crop the layer
         if recorder is not None:
             recorder(index, query, key, softmax, real, attention_mask)
 
-        if isinstance(layer, OwnAttention):
-            return layer.attend(query, key, value, softmax), None
-        if options.get("indices") is not None:
-            mask = selected(options["indices"], attention_mask, key.shape[2], getattr(layer, "reads", None))
-            return grouped_attention(query, key, value, mask, softmax), None
-        if real is not None:
-            return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
-        if softmax.bias is not None:
-            return _biased_attention(query, key, value, attention_mask, softmax), None
+        output = _attention_of_layer(layer, query, key, value, real, attention_mask, softmax, options)
+        if output is None and loaded == "sdpa":
+            output = _faster_sdpa(module, query, key, value, attention_mask, softmax, options)
+        if output is not None:
+            return output, None
+    return _loaded_attention(loaded, module, query, key, value, attention_mask, scaling, options)
 
-        # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
-        has_few_queries = query.shape[1] * query.shape[2] <= key.shape[2]
-        is_plain = not (options.get("dropout") or softmax.softcap or options.get("position_bias") is not None)
-        if loaded == "sdpa" and is_plain and softmax.is_plain and is_faster(query, key, value):
-            if attention_mask is None and _is_causal(module, options) and query.shape[2] == key.shape[2]:
-                return attend_by_products(query, key, value, scale), None
-            if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
-                return attend_by_products(query, key, value, scale, attention_mask), None
-        if loaded == "sdpa" and attention_mask is not None and has_few_queries and is_plain:
-            return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
 
+def _softmax_of(loaded: str, query: Tensor, scaling: float | None, options: dict[str, Any]) -> Softmax:
+    """The softmax of a layer without a bias, from queries [B, H, q, d] and the `options` of its attention."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
+    return Softmax(scale, softcap, options.get("s_aux"))
+
+
+def _require_same_mask_for_heads(module: nn.Module, mask: Any) -> None:
+    """Refuse (`UserError`) a mask that differs by head, which scores would not take into account."""
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:
+        raise UserError(
+            f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
+            "scored; load a model without, such as Llama, Qwen, Mistral or Gemma",
+            field="model",
+            code="model",
+        )
+
+
+def _attention_of_layer(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor | None,
+    mask: Any,
+    softmax: Softmax,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """Attention [B, q, H, d] that the loaded implementation cannot compute; None where it can.
+
+    It cannot where a cache layer attends by itself, an indexer selects entries, padding differs by head, or there is a
+    bias of the distance. `real` [B, K, S] bool is False for padding that differs by head, else None; `mask` is the one
+    that the model made, and `options` are those of the layer's attention.
+    """
+    if isinstance(layer, OwnAttention):
+        return layer.attend(query, key, value, softmax)
+    if options.get("indices") is not None:
+        selection = selected(options["indices"], mask, key.shape[2], getattr(layer, "reads", None))
+        return grouped_attention(query, key, value, selection, softmax)
+    if real is not None:
+        return grouped_attention(query, key, value, visible(query.shape[2], real), softmax)
+    if softmax.bias is not None:
+        return _biased_attention(query, key, value, mask, softmax)
+    return None
+
+
+def _faster_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    softmax: Softmax,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """What transformers' sdpa returns, [B, q, H, d], computed faster; None where there is no faster way."""
+    if options.get("dropout") or options.get("position_bias") is not None:
+        return None
+    if softmax.is_plain and is_faster(query, key, value):
+        if mask is None and _is_causal(module, options) and query.shape[2] == key.shape[2]:
+            return attend_by_products(query, key, value, softmax.scaling)
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            return attend_by_products(query, key, value, softmax.scaling, mask)
+    # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
+    has_few_queries = query.shape[1] * query.shape[2] <= key.shape[2]
+    if mask is not None and has_few_queries:
+        return grouped_attention(query, key, value, mask, Softmax(softmax.scaling))
+    return None
+
+
+def _loaded_attention(
+    loaded: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention by the implementation that was loaded, as without a pass of `run`."""
     if options.get("indices") is not None:  # models fold them into the mask for the implementations that they know
-        attention_mask = selected(options.pop("indices"), attention_mask, key.shape[2])
+        mask = selected(options.pop("indices"), mask, key.shape[2])
     function = ALL_ATTENTION_FUNCTIONS[loaded] if loaded in ALL_ATTENTION_FUNCTIONS else _eager_of(type(module))
     if loaded not in _PLAIN:
         module = _under_loaded_name(module, loaded)
-    return function(module, query, key, value, attention_mask, scaling=scaling, **options)
+    return function(module, query, key, value, mask, scaling=scaling, **options)
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
@@ -693,6 +752,17 @@ def _biased_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, soft
             grouped_attention(block, key[:, :, :visible_keys], value[:, :, :visible_keys], block_mask, softmax)
         )
     return torch.cat(outputs, dim=1)
+
+
+def _layer_read(module: nn.Module, entries: Cache | None) -> tuple[int, Any]:
+    """The index of the cache layer whose entries a module reads, and the layer; None where there is no cache."""
+    index = _layer_of(module, entries)
+    if entries is None:
+        return index, None
+    layer: Any = entries.layers[index]
+    if isinstance(layer, SharedEntries):
+        return layer.owner, entries.layers[layer.owner]
+    return index, layer
 
 
 def _layer_of(module: nn.Module, entries: Cache | None) -> int:

@@ -27,10 +27,10 @@ BY_LENGTH = ("dynamic", "longrope")
 _REREADING = ("phi3", "phimoe", "phi4_multimodal")
 """Models whose cache transformers (5.18 to 5.24) drops at the limit."""
 _LOCK = threading.Lock()
-_PASSES: Counter[int] = Counter()
+_PASS_COUNTS: Counter[int] = Counter()
 """How many passes are under way, by the id of the RoPE module."""
-_PASS = threading.local()
-"""`lengths` of the pass of this thread."""
+_THREAD = threading.local()
+"""In each thread, the `lengths` of its pass."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,16 @@ def counted_lengths(model: Any, lengths: Tensor | None = None) -> Iterator[None]
         yield
         return
     modules = [module for module in model.modules() if _is_by_length(module)]
-    before = getattr(_PASS, "lengths", None)
+    before = getattr(_THREAD, "lengths", None)
     for module in modules:
-        _count(module)
-    _PASS.lengths = [] if lengths is None else lengths.tolist()
+        _install_forward(module)
+    _THREAD.lengths = [] if lengths is None else lengths.tolist()
     try:
         yield
     finally:
-        _PASS.lengths = before
+        _THREAD.lengths = before
         for module in modules:
-            _uncount(module)
+            _restore_forward(module)
 
 
 def _is_by_length(module: nn.Module) -> bool:
@@ -119,41 +119,42 @@ def _is_by_length(module: nn.Module) -> bool:
     return any(name in BY_LENGTH for name in rope_types)
 
 
-def _count(module: nn.Module) -> None:
-    """Let a RoPE module ask the pass of its thread for lengths."""
+def _install_forward(module: nn.Module) -> None:
+    """Replace the forward pass of a RoPE module by one that asks the thread for lengths; calls nest."""
     with _LOCK:
-        _PASSES[id(module)] += 1
-        if _PASSES[id(module)] == 1:
-            module.forward = _Forward(module, module.forward, vars(module).get("forward"))
+        _PASS_COUNTS[id(module)] += 1
+        if _PASS_COUNTS[id(module)] == 1:
+            module.forward = _ForwardByLength(module, module.forward, vars(module).get("forward"))
 
 
-def _uncount(module: nn.Module) -> None:
+def _restore_forward(module: nn.Module) -> None:
+    """Put the forward pass of a RoPE module back at the last of the nested calls."""
     with _LOCK:
-        _PASSES[id(module)] -= 1
-        if _PASSES[id(module)]:
+        _PASS_COUNTS[id(module)] -= 1
+        if _PASS_COUNTS[id(module)]:
             return
-        del _PASSES[id(module)]
+        del _PASS_COUNTS[id(module)]
         forward: Any = vars(module).pop("forward")
-        if forward.attribute is not None:  # such as the hook of accelerate
-            module.forward = forward.attribute
+        if forward.instance_forward is not None:  # such as the hook of accelerate
+            module.forward = forward.instance_forward
 
 
 @dataclass(frozen=True)
-class _Forward:
+class _ForwardByLength:
     """The forward pass of a RoPE module, at the lengths of the pass of the thread.
 
     Attributes:
         module: The RoPE module.
         original: Its forward pass until now, which passes without lengths get.
-        attribute: The same where the module has it as an attribute of its own, else None.
+        instance_forward: The same where the module itself has it, not its class; else None.
     """
 
     module: nn.Module
     original: Callable[..., Any]
-    attribute: Callable[..., Any] | None
+    instance_forward: Callable[..., Any] | None
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        lengths: list[int] | None = getattr(_PASS, "lengths", None)
+        lengths: list[int] | None = getattr(_THREAD, "lengths", None)
         if lengths is None:
             return self.original(x, position_ids, *args, **kwargs)
         distinct_lengths = sorted(set(lengths)) or [int(position_ids.max()) + 1]
@@ -188,23 +189,23 @@ def _angles(
     """
     last_position = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
     with_last = torch.cat([position_ids, last_position], dim=-1)
-    returned = type(module).forward(_unused(module), x, with_last, *args, **kwargs)
+    returned = type(module).forward(_fresh_copy(module), x, with_last, *args, **kwargs)
     if isinstance(returned, Tensor):
         return returned[..., :-1, :]
     return tuple(tensor[..., :-1, :] for tensor in returned)
 
 
-def _unused(module: Any) -> Any:
-    """A copy of a RoPE module as it was before its first pass; in the module itself, frequencies outlast a pass."""
-    unused = copy.copy(module)
-    vars(unused).pop("forward", None)
-    unused._buffers = {}
+def _fresh_copy(module: Any) -> Any:
+    """A copy of a RoPE module as it was before its first pass: in the module itself, frequencies outlast a pass."""
+    fresh = copy.copy(module)
+    vars(fresh).pop("forward", None)
+    fresh._buffers = {}
     for name, buffer in module._buffers.items():
-        unused._buffers[name] = None if buffer is None else buffer.clone()
+        fresh._buffers[name] = None if buffer is None else buffer.clone()
 
-    for name in [*unused._buffers, *vars(module)]:
+    for name in [*fresh._buffers, *vars(module)]:
         if name.endswith("original_inv_freq"):
-            unused._buffers[name.replace("original_", "")] = getattr(module, name).clone()
+            fresh._buffers[name.replace("original_", "")] = getattr(module, name).clone()
         elif name.endswith("max_seq_len_cached"):
-            setattr(unused, name, module.original_max_seq_len)
-    return unused
+            setattr(fresh, name, module.original_max_seq_len)
+    return fresh

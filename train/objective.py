@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_layers, decoder_of, entry_owners, full_attention_layers
-from keepsight.runtime.attention import recording, same_passes
+from keepsight.runtime.attention import passes_to_resume, recording
 from keepsight.runtime.distance_bias import relative_states
 from keepsight.train.dataset import Batch
 from keepsight.train.replay import ReplayBuffer, TeacherOutputs
@@ -211,7 +211,7 @@ def recomputed(
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For the pass itself, and for the recomputation."""
-        return nullcontext(), recomputation(same_passes())
+        return nullcontext(), recomputation(passes_to_resume())
 
     earlier_forwards = [vars(layer).get("forward") for layer in layers]
     try:
