@@ -186,7 +186,7 @@ def load_state(
             f"{file}: its contents differ from the digest in its header; copy it again", field=file.name, code="file"
         )
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
-    state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
+    state = _state_of_tensors(_on_layer_devices(tensors, model), model, header.seen, needs, header.softmax)
     images = Images({}) if header.pictured else None
     state = replace(state, images=images)
     return SavedState(state, header.question, header.target, header.identity)
@@ -352,7 +352,7 @@ def _separate_positions(tensors: dict[str, Tensor | None]) -> None:
             tensors[f"{name}.positions"] = positions_in(keys)
 
 
-def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+def _on_layer_devices(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of a state on the model's devices: a layer's tensors are where that layer runs."""
     attention_layers = full_attention_layers(model.config)
     layer_devices = [running_devices(layer)[0] for layer in decoder_layers(model)]

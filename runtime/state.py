@@ -47,7 +47,6 @@ from keepsight.runtime.attention import (
     recurrent_of,
     run,
 )
-from keepsight.runtime.beside import Beside, can_read_beside, run_beside
 from keepsight.runtime.distance_bias import STATISTICS, STORES_ENTRIES, has_distance_bias, left_out
 from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
@@ -55,6 +54,7 @@ from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Recorded
 from keepsight.runtime.rope_length import LengthLimit, length_limit
 from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
+from keepsight.runtime.running_answers import RunningAnswers, can_read_together, read_prompt_and_answers
 from keepsight.runtime.tail import Tail
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
@@ -163,9 +163,7 @@ class State:
         peak_bytes = 0
         for layer in self.cache.layers:
             if isinstance(layer, KeptLayer):
-                peak_bytes += layer.memory_bytes(appended)
-                if layer.recurrent is not None:
-                    peak_bytes += _bytes(layer.recurrent)
+                peak_bytes += layer.memory_bytes(appended) + _recurrent_bytes(layer)
             else:
                 peak_bytes += _bounded_bytes(layer, sum(appended))
         return peak_bytes
@@ -511,9 +509,9 @@ def prefill(
         attention_mask: [B, N], 0 for padding; None when no row is padded.
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
-        between: Called between two passes, such as to decode other answers meanwhile. A `Beside` says how many tokens
-            each pass reads, in place of `chunk`; its own tokens are read in the passes themselves, but for the last,
-            where model and `needs` allow it.
+        between: Called between two passes, such as to decode other answers meanwhile. `RunningAnswers` say how many
+            tokens each pass reads, in place of `chunk`; their own tokens are read in the passes themselves, but for the
+            last, where model and `needs` allow it.
         needs: What to record of the prompt for observers.
         after_layer: Returns the layer to keep for each that the last pass has read, such as an evicted one.
         images: Images in the prompts, which are then read in one pass.
@@ -542,7 +540,7 @@ def prefill(
 
 def pass_tokens(chunk: int | None, between: Callable[[], None] | None, most: int) -> int:
     """How many tokens the next pass of a prefill reads; `most` in one pass. See `prefill`."""
-    if isinstance(between, Beside):
+    if isinstance(between, RunningAnswers):
         return between.pass_tokens()
     return chunk or most
 
@@ -587,78 +585,132 @@ def _prefill(
         batch_offset = rope_lengths - row_lengths
 
     cache = empty_cache(model, mask)
-    seconds = 0.0
-    features: tuple[Tensor, ...] = ()
-    beside = None
-    if isinstance(between, Beside) and mask is None and not (needs.features or needs.scorers):
-        beside = between if can_read_beside(model, cache) else None
-    were_beside = False  # whether the others' tokens were read in the pass before
+    prompts = _Prompts(model, cache, input_ids, mask, positions, rope_lengths, images, needs)
+    answers = None
+    if isinstance(between, RunningAnswers) and mask is None and not (needs.features or needs.scorers):
+        answers = between if can_read_together(model, cache) else None
+    answers_were_read = False  # in the pass before
     start = 0
     end = 0
     while end < length:
         start = end
         end = min(start + pass_tokens(chunk, between, length), length)
         is_last = end == length
-        chunk_mask = None if mask is None else mask[:, :end]
-        recorder = PassRecorder(cache, needs, chunk_mask)
-        others = None
-        if beside is not None and not is_last:
-            others = beside.next_tokens(model)
-        if beside is not None and others is not None:
-            prompt = (cache, input_ids[:, start:end], positions[:, start:end])
-            recorder_of_prompt = None if needs == Needs() else recorder
-            beside.give(run_beside(model, prompt, others, recorder_of_prompt))
-            seconds += recorder.seconds
-            were_beside = True
+        if answers is not None and not is_last and prompts.read_with_answers(start, end, answers):
+            answers_were_read = True
             continue
-        # Before the last pass too, in which answers do not go on: else they would wait for two.
-        if start and between is not None and (is_last or not were_beside):
+        # The last pass cannot carry the answers' tokens, so they get a step before it; otherwise they would wait two
+        # passes.
+        if start and between is not None and (is_last or not answers_were_read):
             between()
-        were_beside = False
+        answers_were_read = False
         if is_last:
-            recorder.after_layer = after_layer
+            logits = prompts.read(start, end, logits_to_keep, after_layer, tail)
+        else:
+            prompts.read(start, end, logits_to_keep)
 
-        inputs: dict[str, Any] = {"input_ids": input_ids[:, start:end]}
-        if images is not None:
-            inputs = {**images.with_tokens(input_ids)}
-        inputs["attention_mask"] = chunk_mask
-        inputs["position_ids"] = positions[..., start:end]
-        inputs["logits_to_keep"] = logits_to_keep
-        adapter: AbstractContextManager[object] = nullcontext()
-        if tail is not None and is_last:
-            recorder.tail = tail
-            adapter = tail.adapter()
-            inputs = _with_tail(model, tail, inputs)
-
-        with _recorded_in_hooks(model, needs, recorder) as record_features, adapter:
-            output = run(model, cache, recorder=recorder, rope_lengths=rope_lengths, **inputs)
-        if record_features is not None:
-            features = record_features.after(features)
-        seconds += recorder.seconds
-        layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
-        if recorder.layers_read != len(layers) or any(layer.seen != end for layer in layers):
-            raise UserError(
-                f"{model.config.model_type} has its own kind of attention or cache, so that queries or entries cannot "
-                "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma",
-                field="model",
-                code="model",
-            )
-
-    logits = output.logits.float()
+    logits = logits.float()
     state = State(
         cache,
         logits[:, -1],
         input_ids,
         lengths,
         needs,
-        features,
+        prompts.features,
         rope_offset,
         batch_offset,
         padded=mask is not None,
-        seconds=seconds,
+        seconds=prompts.seconds,
         images=images,
     )
     return state, logits
+
+
+@dataclass
+class _Prompts:
+    """Prompts that a model reads pass by pass.
+
+    Attributes:
+        model: The model.
+        cache: Holds the entries of the tokens read so far.
+        ids: [B, N] int64, padded on the left.
+        mask: [B, N] bool, False for padding; None when no row is padded.
+        positions: RoPE positions, [B or 1, N] int64; [3, B, N] under M-RoPE.
+        rope_lengths: As for `run`.
+        images: Images in the prompts, which are then read in one pass; None for none.
+        needs: What is recorded of the tokens.
+        features: As in `State`, of the tokens read so far.
+        seconds: As in `State`, so far.
+    """
+
+    model: PreTrainedModel
+    cache: Cache
+    ids: Tensor
+    mask: Tensor | None
+    positions: Tensor
+    rope_lengths: Tensor | None
+    images: Images | None
+    needs: Needs
+    features: tuple[Tensor, ...] = ()
+    seconds: float = 0.0
+
+    def read(
+        self, start: int, end: int, logits_to_keep: int, after_layer: AfterLayer | None = None, tail: Tail | None = None
+    ) -> Tensor:
+        """Read the tokens from `start` up to `end`; returns the logits [B, q, V] of the last `logits_to_keep`.
+
+        `after_layer` and `tail` are as for `prefill`.
+
+        Raises:
+            UserError: not everything was recorded.
+        """
+        mask = None if self.mask is None else self.mask[:, :end]
+        recorder = PassRecorder(self.cache, self.needs, mask, after_layer, tail)
+        inputs: dict[str, Any] = {"input_ids": self.ids[:, start:end]}
+        if self.images is not None:
+            inputs = {**self.images.with_tokens(self.ids)}
+        inputs["attention_mask"] = mask
+        inputs["position_ids"] = self.positions[..., start:end]
+        inputs["logits_to_keep"] = logits_to_keep
+        adapter: AbstractContextManager[object] = nullcontext()
+        if tail is not None:
+            adapter = tail.adapter()
+            inputs = _with_tail(self.model, tail, inputs)
+
+        with _recorded_in_hooks(self.model, self.needs, recorder) as record_features, adapter:
+            output = run(self.model, self.cache, recorder=recorder, rope_lengths=self.rope_lengths, **inputs)
+        if record_features is not None:
+            self.features = record_features.after(self.features)
+        self.seconds += recorder.seconds
+        self._require_recorded(recorder, end)
+        logits: Tensor = output.logits
+        return logits
+
+    def read_with_answers(self, start: int, end: int, answers: RunningAnswers) -> bool:
+        """Read tokens together with the next one of each answer; False where the answers are to go on by themselves.
+
+        Prompt and answers are such that `can_read_together` holds, and no row is padded.
+        """
+        next_tokens = answers.next_tokens(self.model)
+        if next_tokens is None:
+            return False
+        recorder = PassRecorder(self.cache, self.needs, None)
+        prompt = (self.cache, self.ids[:, start:end], self.positions[:, start:end])
+        recorder_of_prompt = None if self.needs == Needs() else recorder
+        answers.take_logits(read_prompt_and_answers(self.model, prompt, next_tokens, recorder_of_prompt))
+        self.seconds += recorder.seconds
+        return True
+
+    def _require_recorded(self, recorder: PassRecorder, end: int) -> None:
+        """Refuse (`UserError`) a model whose pass up to `end` has not recorded or appended to every `KeptLayer`."""
+        layers = [layer for layer in self.cache.layers if isinstance(layer, KeptLayer)]
+        if recorder.layers_read != len(layers) or any(layer.seen != end for layer in layers):
+            raise UserError(
+                f"{self.model.config.model_type} has its own kind of attention or cache, so that queries or entries "
+                "cannot be recorded; load another model, such as Llama, Qwen, Mistral or Gemma",
+                field="model",
+                code="model",
+            )
 
 
 def _rope_positions(
@@ -918,7 +970,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
             layer.token_mask = mask
             layer.origin = (model, index)
         if recurrent is not None:
-            _keep_beside(layer, recurrent)
+            _attach_recurrent(layer, recurrent)
         layers.append(layer)
     _share_entries(model, layers)
     if has_latents(model):
@@ -965,7 +1017,7 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
         else:
             new_layer = _with_own_state(layer)  # a recurrent state is written in place
         if recurrent is not None:
-            _keep_beside(new_layer, _with_own_state(recurrent))
+            _attach_recurrent(new_layer, _with_own_state(recurrent))
         new_layers.append(new_layer)
     return StateCache(layers=new_layers)
 
@@ -987,7 +1039,7 @@ def _with_own_state(layer: Any) -> Any:
     return twin
 
 
-def _keep_beside(layer: Any, recurrent: LinearAttentionLayer) -> None:
+def _attach_recurrent(layer: Any, recurrent: LinearAttentionLayer) -> None:
     """Let a layer, also a bounded one of transformers' own, keep a recurrent state beside its entries."""
     layer.recurrent = recurrent
 
@@ -1070,21 +1122,27 @@ def _bounded_bytes(layer: Any, appended: int) -> int:
     size = _bytes(layer)
     if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None or not size:
         return size
-    recurrent = recurrent_of(layer)
-    beside = 0 if recurrent is None else _bytes(recurrent)
+    recurrent_bytes = _recurrent_bytes(layer)
     present = layer.keys.shape[2]
-    return beside + (size - beside) // present * max(present, min(present + appended, layer.sliding_window - 1))
+    grown = max(present, min(present + appended, layer.sliding_window - 1))
+    return recurrent_bytes + (size - recurrent_bytes) // present * grown
+
+
+def _recurrent_bytes(layer: Any) -> int:
+    """Bytes of the recurrent state that a layer keeps beside its entries; 0 without one."""
+    recurrent = recurrent_of(layer)
+    return 0 if recurrent is None else _bytes(recurrent)
 
 
 def _bytes(layer: Any) -> int:
-    recurrent = recurrent_of(layer)
-    beside = 0 if recurrent is None else _bytes(recurrent)
+    """Bytes of a layer's entries and recurrent states."""
+    recurrent_bytes = _recurrent_bytes(layer)
     if isinstance(layer, DummyLayer):
         return 0
     if isinstance(layer, KeptLayer):
-        return layer.nbytes + beside
+        return layer.nbytes + recurrent_bytes
     if isinstance(layer, DynamicLayer):
         tensors = [layer.keys, layer.values]
     else:
         tensors = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return beside + sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return recurrent_bytes + sum(tensor.nbytes for tensor in tensors if tensor is not None)

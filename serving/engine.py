@@ -28,9 +28,9 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
 from keepsight.runtime.batch_slots import BatchSlots
-from keepsight.runtime.beside import Beside, can_read_beside
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
+from keepsight.runtime.running_answers import RunningAnswers, can_read_together
 from keepsight.runtime.state import State, must_restart, read
 from keepsight.runtime.static_batch import StaticBatch
 from keepsight.serving.pace import CHUNK, Pace
@@ -236,7 +236,7 @@ class _Row:
             return token, torch.ones_like(token, dtype=torch.bool)
 
 
-class _Others(Beside):
+class _Others(RunningAnswers):
     """The running answers of an engine, and short prompts that wait, while the prompt of a job is read in chunks.
 
     `unread` tokens of the prompt are to be read; `admits` says whether short prompts are read meanwhile.
@@ -279,7 +279,7 @@ class _Others(Beside):
         return state.cache, tokens[:, 0], state.lengths + state.rope_offset
 
     @override
-    def give(self, logits: Tensor) -> None:
+    def take_logits(self, logits: Tensor) -> None:
         self.end_pass()
         self._engine.end_pass(self._job, self._tokens, logits)
 
@@ -599,7 +599,7 @@ class Engine:
         try:
             self._drop_cancelled_rows()
             state = self.state
-            if state is None or self._static.takes(state) or not can_read_beside(self.model, state.cache):
+            if state is None or self._static.takes(state) or not can_read_together(self.model, state.cache):
                 return None
             tokens = self._choose()
         except Exception as error:

@@ -36,7 +36,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return attend(query, *arguments)
 
     monkeypatch.setattr("keepsight.runtime.attention.attend_by_products", counted)
-    monkeypatch.setattr("keepsight.runtime.beside.attend_by_products", counted)
+    monkeypatch.setattr("keepsight.runtime.running_answers.attend_by_products", counted)
     return queries
 
 

@@ -21,7 +21,7 @@ from keepsight.runtime.matmul_attention import attend_by_products, is_faster
 from keepsight.runtime.rope_length import length_limit
 
 
-class Beside(ABC):
+class RunningAnswers(ABC):
     """Answers that go on while a prompt is read: between its passes, or in them."""
 
     @abstractmethod
@@ -36,16 +36,16 @@ class Beside(ABC):
     def next_tokens(self, model: PreTrainedModel) -> tuple[Cache, Tensor, Tensor] | None:
         """The cache of the answers, their next tokens [B] int64 and positions [B] int64; None to go on between passes.
 
-        The pass that reads them appends to the cache, and hands its logits to `give`. Where it fails, `give` is not
-        called.
+        The pass that reads them appends to the cache, and hands its logits to `take_logits`. Where it fails,
+        that is not called.
         """
 
     @abstractmethod
-    def give(self, logits: Tensor) -> None:
+    def take_logits(self, logits: Tensor) -> None:
         """Take the logits [B, V] float32 of the tokens."""
 
 
-def can_read_beside(model: PreTrainedModel, cache: Cache) -> bool:
+def can_read_together(model: PreTrainedModel, cache: Cache) -> bool:
     """Whether a cache can be read in one pass with another of its model: all of its layers hold plain keys and values.
 
     Windows and recurrent states would take in the tokens of others, and RoPE that depends on the length is one of all.
@@ -59,7 +59,7 @@ def can_read_beside(model: PreTrainedModel, cache: Cache) -> bool:
     return length_limit(model.config) is None and not is_on_several_devices(model)
 
 
-def run_beside(
+def read_prompt_and_answers(
     model: PreTrainedModel,
     prompt: tuple[Cache, Tensor, Tensor],
     answers: tuple[Cache, Tensor, Tensor],
