@@ -31,7 +31,7 @@ from keepsight.eval.bench.decoding import bench_decode, bench_largest, bench_spe
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
-from keepsight.eval.bench.runner import Row, Runner, runner_in
+from keepsight.eval.bench.runner import Runner, TableRow, runner_in
 from keepsight.eval.bench.serving import bench_serve, bench_vllm
 from keepsight.eval.bench.training import bench_step
 from keepsight.eval.by_head import lines_by_head, rounded
@@ -243,7 +243,7 @@ def queries(config: configs.BenchQueries) -> None:
         raise UserError(f"drawn={config.drawn}: expected numbers of at least 1", field="drawn", code="range")
     target = target_of(config)
 
-    def measure(index: int) -> Iterator[Row]:
+    def measure(index: int) -> Iterator[TableRow]:
         seed = config.seed + index
         similarities = query_similarity(target.model, prompts[index], config.answer_tokens, seed, text, config.drawn)
         for (content, position), (after, before) in similarities.items():
@@ -251,7 +251,7 @@ def queries(config: configs.BenchQueries) -> None:
             yield {"content": content, "position": position, **by_head}
 
     with _runner(config, target, "preset", "by") as runner:
-        cases: list[tuple[Row, int]] = [({"prompt": index}, index) for index in range(len(prompts))]
+        cases: list[tuple[TableRow, int]] = [({"prompt": index}, index) for index in range(len(prompts))]
         rows = list(runner.rows("prompts", cases, measure, unit="prompt"))
         columns = {"prompt": "prompt", "content": "content", "position": "position"}
         frame = lines_by_head(rows, columns, _QUERY_MEASURES)
@@ -374,7 +374,7 @@ def draft(config: configs.BenchDraft) -> None:
     held_out = samples[config.samples :]
     held_out_texts = _texts(target, held_out, config.answer_tokens)
 
-    def measure(subset: Subset) -> list[Row]:
+    def measure(subset: Subset) -> list[TableRow]:
         draft = keep_layers(model, subset.layers)
         measured = asdict(closeness(draft, held_out_texts))
         time = relative_time(draft, model, held_out[0].prompt_ids)
@@ -388,7 +388,7 @@ def draft(config: configs.BenchDraft) -> None:
         "held_out": config.held_out,
         "answer_tokens": config.answer_tokens,
     }
-    cases: list[tuple[Row, Subset]] = []
+    cases: list[tuple[TableRow, Subset]] = []
     for subset in searched:
         if len(subset.layers) in config.keep:
             cases.append(({"size": len(subset.layers)}, subset))
@@ -447,7 +447,7 @@ _DRAFT_COLUMNS = (
 )
 
 
-def _draft_table(rows: Sequence[Row], config: configs.BenchDraft) -> str:
+def _draft_table(rows: Sequence[TableRow], config: configs.BenchDraft) -> str:
     shown = []
     for row in rows:
         time = f"{row['time']:.2f}x"

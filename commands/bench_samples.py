@@ -6,7 +6,7 @@ from typing import Any
 
 from keepsight.commands.config_bench import BenchHits, BenchImportance
 from keepsight.errors import UserError
-from keepsight.eval.bench.runner import Row, Runner
+from keepsight.eval.bench.runner import Runner, TableRow
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.identity import MadeWith
@@ -41,7 +41,7 @@ def rows_of_samples(
     samples: Iterable[RenderedSample],
     measure: Callable[[RenderedSample], Iterable[dict[str, Any]]],
     kind: type,
-) -> list[Row]:
+) -> list[TableRow]:
     """Measure the samples that the runner's folder has not, and return its rows, of earlier tasks and lengths too.
 
     Args:

@@ -15,7 +15,7 @@ from keepsight.commands.inspect import read_text
 from keepsight.commands.variants import letters_for, prefix_method
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import (
-    Row,
+    JsonObject,
     append_lines,
     cut_torn_line,
     from_json,
@@ -130,7 +130,7 @@ class Writer:
         self.method = method
         self.store = PrefixStore(self.out)
         self.letters = letters_for(target, method.budget)
-        self._rows = dict[str, list[Row]]()  # of the index, by key
+        self._rows = dict[str, list[JsonObject]]()  # of the index, by key
         self._read_to = 0  # bytes of the index
 
         messages = [{"role": "user", "content": f"{MARK}?"}]
@@ -155,7 +155,7 @@ class Writer:
         }
         self.settings = json_digest(settings)
 
-    def write(self, document: Document, wait: bool) -> Row | None:
+    def write(self, document: Document, wait: bool) -> JsonObject | None:
         """The index row of a document, which is prefilled if it has none; None while another process prefills it.
 
         UserError if it does not fit the model's context, or cannot be stored.
@@ -165,7 +165,7 @@ class Writer:
             sglang.write_pages(self.store, row["id"], self.sglang_page)
         return row
 
-    def _row(self, document: Document, wait: bool) -> Row | None:
+    def _row(self, document: Document, wait: bool) -> JsonObject | None:
         """As `write`, without pages for SGLang."""
         key = hex_digest([f"{self.settings} {document.text}".encode()])
         row = self._written_row(key)
@@ -180,7 +180,7 @@ class Writer:
         except Timeout:
             return None
 
-    def _written_row(self, key: str) -> Row | None:
+    def _written_row(self, key: str) -> JsonObject | None:
         """The index row of a prefix that is there."""
         self._read_index()
         for row in self._rows.get(key, []):
@@ -202,10 +202,10 @@ class Writer:
                 if line.endswith(b"\n"):
                     self._read_to += len(line)
                     with suppress(ValueError):
-                        row = from_json(line, Row)
+                        row = from_json(line, JsonObject)
                         self._rows.setdefault(str(row.get("key")), []).append(row)
 
-    def _prefill(self, key: str, document: Document) -> Row:
+    def _prefill(self, key: str, document: Document) -> JsonObject:
         """Prefill a document, evict from it, and write its prefix and its index row."""
         model = self.target.model
         tokenizer = self.target.tokenizer
@@ -256,7 +256,7 @@ def _documents(config: Config) -> Iterator[Document | BadRow]:
         raise UserError(f"documents={path}: no such file", field="documents", code="missing")
     for number, line in text_lines(path):
         try:
-            row = from_json(line, Row)
+            row = from_json(line, JsonObject)
             text = row.get("text")
             if not isinstance(text, str) or not text.strip():
                 raise UserError(f"expected a text in 'text', got the fields {sorted(row)}", field="text", code="type")

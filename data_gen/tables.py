@@ -35,30 +35,31 @@ _FEW_VALUES = ("city", "color", "day", "location")
 _MOST_LISTED = 6
 """A question about all rows with a value has at most this many rows as its answer."""
 
-Row = list[str]
+TextRow = list[str]
+"""The cells of a row of a table."""
 
 
-def _as_csv(columns: Row, rows: list[Row]) -> str:
+def _as_csv(columns: TextRow, rows: list[TextRow]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *rows])
     return text.getvalue()
 
 
-def _as_markdown(columns: Row, rows: list[Row]) -> str:
+def _as_markdown(columns: TextRow, rows: list[TextRow]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _as_tabs(columns: Row, rows: list[Row]) -> str:
+def _as_tabs(columns: TextRow, rows: list[TextRow]) -> str:
     return "\n".join("\t".join(row) for row in [columns, *rows])
 
 
-def _as_json(columns: Row, rows: list[Row]) -> str:
+def _as_json(columns: TextRow, rows: list[TextRow]) -> str:
     return "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
 
 
-def _as_html(columns: Row, rows: list[Row]) -> str:
+def _as_html(columns: TextRow, rows: list[TextRow]) -> str:
     lines = ["<table>", "<tr><th>" + "</th><th>".join(columns) + "</th></tr>"]
     for row in rows:
         cells = [html.escape(cell) for cell in row]
@@ -66,7 +67,7 @@ def _as_html(columns: Row, rows: list[Row]) -> str:
     return "\n".join([*lines, "</table>"])
 
 
-FORMATS: dict[str, Callable[[Row, list[Row]], str]] = {
+FORMATS: dict[str, Callable[[TextRow, list[TextRow]], str]] = {
     "csv": _as_csv,
     "html": _as_html,
     "json": _as_json,
@@ -113,7 +114,7 @@ class Tables:
         return fit_prompt(make, request)
 
 
-def _question(subject: str, columns: Row, rows: list[Row], rng: random.Random) -> tuple[str, str, str]:
+def _question(subject: str, columns: TextRow, rows: list[TextRow], rng: random.Random) -> tuple[str, str, str]:
     """The form of a question, the question, and its answer."""
     column_number = rng.randrange(len(columns))
     column = columns[column_number]

@@ -30,7 +30,7 @@ from keepsight.data_gen.prompts import (
 )
 from keepsight.data_gen.store import earlier_settings
 from keepsight.errors import BadRow, UserError, one_line
-from keepsight.files import Row, at_home, file_digest, from_json, text_lines
+from keepsight.files import JsonObject, at_home, file_digest, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
@@ -109,17 +109,17 @@ class LocalJsonl:
         """The prompts of all rows, in the file's order."""
         for number, line in text_lines(Path(self.path)):
             try:
-                row = from_json(line, Row)
+                row = from_json(line, JsonObject)
                 if not self._is_left_out(row):
                     yield self._prompt(row)
             except UserError as error:
                 yield BadRow(f"{self.path}:{number}: {error}", field=error.field, code=error.code)
 
-    def _is_left_out(self, row: Row) -> bool:
+    def _is_left_out(self, row: JsonObject) -> bool:
         source = str(row.get("source"))
         return any(fnmatchcase(source, pattern) for pattern in self.leave_out)
 
-    def _prompt(self, row: Row) -> Prompt:
+    def _prompt(self, row: JsonObject) -> Prompt:
         source = str(row.get("source") or Path(self.path).stem)
         response = row.get(self.response_field)
         if response is not None and not isinstance(response, str):
@@ -381,7 +381,7 @@ class HubDataset:
         """UserError for a data set that cannot be read or is not plain data; only its card is downloaded."""
         _builder(self)
 
-    def row_prompt(self, row: Row) -> Prompt | None:
+    def row_prompt(self, row: JsonObject) -> Prompt | None:
         """The prompt of a row, None if it has no user turn to answer; BadRow if a column has another type."""
         value = _value(row, self.column)
         if self.messages:
@@ -395,14 +395,14 @@ class HubDataset:
         prompt = user_prompt(self.name, self._with_question(text, row), template=has_template)
         return replace(prompt, response=self._response(row))
 
-    def _with_question(self, text: str, row: Row) -> str:
+    def _with_question(self, text: str, row: JsonObject) -> str:
         if self.question:
             return f"{text}\n\n{_text(_value(row, self.question))}"
         if self.ask:
             return f"{text}\n\n{random.Random(text).choice(self.ask)}"
         return text
 
-    def _conversation(self, value: Any, row: Row) -> Prompt | None:
+    def _conversation(self, value: Any, row: JsonObject) -> Prompt | None:
         """The turns up to the user's last one, with the answer to it if that is the response; None if one lacks."""
         if not isinstance(value, list):
             raise BadRow(_NO_TURNS, field="messages", code="type")
@@ -422,7 +422,7 @@ class HubDataset:
             return None
         return Prompt(self.name, turns, _content(answer_turn))
 
-    def _response(self, row: Row) -> str | None:
+    def _response(self, row: JsonObject) -> str | None:
         if not self.response:
             return None
         value = _value(row, self.response)
@@ -437,7 +437,7 @@ class HubDataset:
         return value
 
 
-def _value(row: Row, column: str) -> Any:
+def _value(row: JsonObject, column: str) -> Any:
     """The value of a column, or of a field inside it; BadRow if the row has none."""
     value: Any = row
     for name in column.split("."):
@@ -521,7 +521,7 @@ def _fitting_hub_rows(source: HubDataset, limit: int, count_tokens: CountTokens,
     return _FittingHubRows(source, limit, count_tokens, seed)
 
 
-def _options(source: HubDataset) -> Row:
+def _options(source: HubDataset) -> JsonObject:
     revision = None if Path(source.id).is_dir() else commit_of(source.revision)
     return {"path": source.id, "name": source.subset or None, "revision": revision}
 
@@ -578,7 +578,9 @@ def _loaded(source: HubDataset) -> Any:
     return rows.select_columns([*source.columns])
 
 
-def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: int, **options: Any) -> Iterator[Row]:
+def _streamed(
+    columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: int, **options: Any
+) -> Iterator[JsonObject]:
     """The first rows of each pattern's files, in a fixed shuffled order."""
     from datasets import load_dataset
 

@@ -28,7 +28,7 @@ import pandas as pd
 
 from docs.method_results import ROOT, TableOf, add_runs, text_of
 from keepsight.data_gen.store import finished_manifest
-from keepsight.eval.record import RESULTS, Row
+from keepsight.eval.record import RESULTS, ResultRow
 from keepsight.eval.report.figures import label_of
 from keepsight.eval.report.summary import difference, kind_of, mean_over_tasks, summarize
 from keepsight.eval.results import Run, read_run
@@ -94,9 +94,9 @@ def tasks_of(run: Run) -> str:
     return ", ".join(names.get(kind, kind) for kind in kinds)
 
 
-def by_length(run: Run) -> dict[int, list[Row]]:
+def by_length(run: Run) -> dict[int, list[ResultRow]]:
     """The rows of an evaluation by the length of their prompts; files have prompts of all lengths up to a maximum."""
-    groups: dict[int, list[Row]] = {}
+    groups: dict[int, list[ResultRow]] = {}
     for row in run.rows:
         length = run.settings["max_tokens"] if "jsonl" in run.settings["tasks"] else row.length
         groups.setdefault(length, []).append(row)

@@ -19,7 +19,7 @@ from typing import Any
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url, refuse_filtered
 from keepsight.errors import BadRow, UserError
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import HELMET_JUDGED, Sample
 from keepsight.files import from_json, own_yaml
@@ -89,7 +89,7 @@ class Judge:
         if self.url:
             check_url("judge.url", self.url)
 
-    def score(self, sample: Sample, rows: Sequence[Row]) -> list[Row]:
+    def score(self, sample: Sample, rows: Sequence[ResultRow]) -> list[ResultRow]:
         """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
 
         BadRow: there is no verdict on one of the answers, or a content filter refuses it. UserError: no answer at all.
@@ -240,7 +240,7 @@ def _words(reply: Any) -> str:
 # What the judge is asked
 
 
-def _talk(row: Row) -> Talk:
+def _talk(row: ResultRow) -> Talk:
     return tuple(map(str.strip, [*(row.before or []), row.answer]))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keepsight.eval.record import Cell, Key, Row
+from keepsight.eval.record import Cell, Key, ResultRow
 from keepsight.eval.sweep import Variant
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.files import read_json, write_json
@@ -57,7 +57,7 @@ class KeptTokens:
             if sample.key in self.samples:
                 self._counts[sample.key][variant.cell] = encode_counts(kept.cpu().numpy())
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[ResultRow]) -> None:
         """Write the file of a sample from all of its rows."""
         first_row = rows[0]
         sample = self.samples.get(first_row.key)
@@ -83,13 +83,13 @@ class KeptTokens:
         write_json(path_of(self.out, first_row), asdict(content))
 
 
-def path_of(folder: Path, row: Row) -> Path:
+def path_of(folder: Path, row: ResultRow) -> Path:
     """The file of a row's sample, whose digest the row has; it need not exist."""
     assert row.sample_digest is not None
     return folder / FOLDER / f"{row.sample_digest.removeprefix('sha256:')[:16]}.json"
 
 
-def name_of_counts(row: Row) -> str:
+def name_of_counts(row: ResultRow) -> str:
     """The name of a row's counts in its sample's file."""
     return row.inputs_digest or f"{row.method} {row.budget}"
 

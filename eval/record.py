@@ -1,4 +1,4 @@
-"""The record of an evaluation: `Row`, what one method answered to one sample, and `RowStore`, the rows of a folder.
+"""The record of an evaluation: `ResultRow`, one method's answer to one sample, and `RowStore`, the rows of a folder.
 
 `results.jsonl` has a row a line. Every row has the digest of what it depends on (`keepsight.eval.inputs`), and by these
 digests the store decides what is measured: a row is used again where its inputs are the same, whether the command is
@@ -63,7 +63,7 @@ NO_TIME = Phases(prefill=0.0, draft=0.0, observe=0.0, select=0.0, question=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ResultRow:
     """One variant's answer to one sample: a line of `results.jsonl`.
 
     Attributes:
@@ -160,24 +160,24 @@ class RowStore:
     """
 
     def __init__(
-        self, folder: Path | None = None, process: int = 0, processes: int = 1, reused: Iterable[Row] = ()
+        self, folder: Path | None = None, process: int = 0, processes: int = 1, reused: Iterable[ResultRow] = ()
     ) -> None:
         """`reused` are rows of other folders, see `rows_to_reuse`; the folder's own take precedence."""
         self._folder = folder
         self._file = f"results-{process}.jsonl" if processes > 1 else RESULTS
-        self._rows: dict[tuple[Key, Cell], Row] = {}
-        self._by_inputs: dict[str, Row] = {}
+        self._rows: dict[tuple[Key, Cell], ResultRow] = {}
+        self._by_inputs: dict[str, ResultRow] = {}
         for row in reused:
             self._use(row)
         if folder is not None:
-            self._hold(whole_lines(folder / RESULTS, Row))
+            self._hold(whole_lines(folder / RESULTS, ResultRow))
 
-    def _hold(self, rows: Iterable[Row]) -> None:
+    def _hold(self, rows: Iterable[ResultRow]) -> None:
         for row in rows:
             self._rows[row.key, row.cell] = row
             self._use(row)
 
-    def _use(self, row: Row) -> None:
+    def _use(self, row: ResultRow) -> None:
         """Let a row answer for every sample and variant with the same inputs."""
         if row.inputs_digest is not None:
             self._by_inputs[row.inputs_digest] = row
@@ -190,12 +190,12 @@ class RowStore:
                 return False
         return True
 
-    def find(self, inputs_of_group: Sequence[Digests]) -> list[dict[Cell, Row]]:
+    def find(self, inputs_of_group: Sequence[Digests]) -> list[dict[Cell, ResultRow]]:
         """The rows of samples that share a prefill, by sample and variant.
 
         A variant of which one of the samples has no row is left out for all: it has to be measured on all of them.
         """
-        rows_of_samples: list[dict[Cell, Row]] = []
+        rows_of_samples: list[dict[Cell, ResultRow]] = []
         for inputs in inputs_of_group:
             rows = {}
             for cell, digest in inputs.items():
@@ -208,7 +208,7 @@ class RowStore:
                 del rows[cell]
         return rows_of_samples
 
-    def drop_changed(self, planned: Mapping[Key, Digests]) -> list[Row]:
+    def drop_changed(self, planned: Mapping[Key, Digests]) -> list[ResultRow]:
         """Remove from the folder the rows whose inputs are not what is planned now, and return them."""
         changed = []
         for (sample, cell), row in self._rows.items():
@@ -218,19 +218,19 @@ class RowStore:
         for row in changed:
             del self._rows[row.key, row.cell]
         if changed and self._folder is not None:
-            write_lines(self._folder / RESULTS, map(Row.columns, self._rows.values()))
+            write_lines(self._folder / RESULTS, map(ResultRow.columns, self._rows.values()))
         return changed
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[ResultRow]) -> None:
         """Append the rows of a sample to this process's file, and hold them."""
         self._hold(rows)
         if self._folder is not None:
-            append_lines(self._folder / self._file, list(map(Row.columns, rows)))
+            append_lines(self._folder / self._file, list(map(ResultRow.columns, rows)))
 
 
-def rows_to_reuse(folders: Iterable[str | Path]) -> list[Row]:
+def rows_to_reuse(folders: Iterable[str | Path]) -> list[ResultRow]:
     """The rows of other evaluations' folders; UserError for a folder without results."""
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for folder in folders:
         path = Path(at_home(folder)) / RESULTS
         if not path.is_file():
@@ -239,7 +239,7 @@ def rows_to_reuse(folders: Iterable[str | Path]) -> list[Row]:
                 field="reuse",
                 code="missing",
             )
-        rows += read_jsonl(path, Row)
+        rows += read_jsonl(path, ResultRow)
     return rows
 
 
@@ -247,42 +247,42 @@ def merge(folder: Path) -> None:
     """Move the rows of all processes, of this run and earlier ones, into `results.jsonl`, a sample's side by side."""
     results = folder / RESULTS
     parts = sorted(folder.glob(_PARTS))
-    written = whole_lines(results, Row)
+    written = whole_lines(results, ResultRow)
     for part in parts:
-        written += whole_lines(part, Row)
+        written += whole_lines(part, ResultRow)
     rows = latest_rows(written)
     if parts or rows != written:
-        write_lines(results, map(Row.columns, rows))
+        write_lines(results, map(ResultRow.columns, rows))
     for part in parts:
         part.unlink()
 
 
-def rows_so_far(folder: Path) -> list[Row]:
+def rows_so_far(folder: Path) -> list[ResultRow]:
     """The rows of a folder and of all processes' files in it, as they lie there, without lines that a kill has torn."""
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for path in (folder / RESULTS, *sorted(folder.glob(_PARTS))):
         if path.is_file():
-            rows += read_jsonl(path, Row, skip_torn=True)
+            rows += read_jsonl(path, ResultRow, skip_torn=True)
     return latest_rows(rows)
 
 
-def latest_rows(rows: Iterable[Row]) -> list[Row]:
+def latest_rows(rows: Iterable[ResultRow]) -> list[ResultRow]:
     """One row for each sample and variant, the last, in the order of the samples.
 
     A sample has several where it was done again, after a kill or with more variants.
     """
-    by_sample: dict[Key, dict[Cell, Row]] = {}
+    by_sample: dict[Key, dict[Cell, ResultRow]] = {}
     for row in rows:
         rows_of_sample = by_sample.setdefault(row.key, {})
         rows_of_sample.pop(row.cell, None)  # so that the rows stand in the order in which they came last
         rows_of_sample[row.cell] = row
-    latest: list[Row] = []
+    latest: list[ResultRow] = []
     for rows_of_sample in by_sample.values():
         latest += rows_of_sample.values()
     return latest
 
 
-def cells_text(rows: Collection[Row]) -> str:
+def cells_text(rows: Collection[ResultRow]) -> str:
     """The rows' variants and how many rows each has, such as `snapkv at budget 64 (3 rows)`; of many only some."""
     texts = []
     counts = Counter(row.cell for row in rows)

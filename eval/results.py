@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import UserError, require_same
-from keepsight.eval.record import RESULTS, Cell, Key, Row, cells_text, latest_rows
+from keepsight.eval.record import RESULTS, Cell, Key, ResultRow, cells_text, latest_rows
 from keepsight.files import at_home, read_json, read_jsonl
 
 SETTINGS = "settings.json"
@@ -33,7 +33,7 @@ class MadeWith(TypedDict):
 
 
 def require_same_run(
-    folder: Path, rows: Sequence[Row], settings: Mapping[str, Any], planned: Collection[tuple[Key, Cell]]
+    folder: Path, rows: Sequence[ResultRow], settings: Mapping[str, Any], planned: Collection[tuple[Key, Cell]]
 ) -> None:
     """UserError, before anything is measured, if a folder's rows do not belong to a run with these settings.
 
@@ -89,7 +89,7 @@ class Run:
     """Results and their settings: the rows of `results.jsonl`, at least one, and `settings.json`."""
 
     folder: Path
-    rows: list[Row]
+    rows: list[ResultRow]
     settings: dict[str, Any]
 
     @property
@@ -111,7 +111,7 @@ def read_run(folder: str | Path) -> Run:
     """Read a run's folder; UserError if it has no results."""
     folder = Path(at_home(folder))
     path = folder / RESULTS
-    rows = latest_rows(read_jsonl(path, Row, skip_torn=True)) if path.is_file() else []
+    rows = latest_rows(read_jsonl(path, ResultRow, skip_torn=True)) if path.is_file() else []
     if not rows:
         raise UserError(
             f"{folder}: no {RESULTS} with results; name folders that keepsight eval has written",
@@ -185,7 +185,7 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     UserError: base models differ, or two rows of one sample, method and budget depend on different inputs.
     """
     parts: list[Run] = []
-    rows_of_all: dict[tuple[Key, Cell], Row] = {}
+    rows_of_all: dict[tuple[Key, Cell], ResultRow] = {}
     for run in runs:
         if run.target != runs[0].target:
             models = f"its model is {run.target}, that of {runs[0].folder} is {runs[0].target}"
@@ -209,7 +209,7 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     return parts
 
 
-def _sample_identity(row: Row) -> tuple[Key, str]:
+def _sample_identity(row: ResultRow) -> tuple[Key, str]:
     """The sample of a row by its name and content."""
     return row.key, row.sample_digest or str(row.references)
 

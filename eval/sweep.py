@@ -36,7 +36,7 @@ from keepsight.eval.answers import (
 )
 from keepsight.eval.compress import Compressed, SharedPrompt, attention_mass, needs_of_all, recall, since
 from keepsight.eval.inputs import inputs_digest, method_text, sample_digest, target_digest
-from keepsight.eval.record import FULL, NO_TIME, Cell, Digests, Row, RowStore
+from keepsight.eval.record import FULL, NO_TIME, Cell, Digests, ResultRow, RowStore
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.answer_text import answer_text
@@ -124,7 +124,7 @@ def result_row(
     *,
     prompt_tokens: int,
     question_mode: str,
-) -> Row:
+) -> ResultRow:
     """The row of a variant's answer; `question_mode` is `seen`, `unseen` or `multi`.
 
     UserError: a number is infinite or NaN.
@@ -138,7 +138,7 @@ def result_row(
         kv_peak_bytes = state.copy().kv_peak_bytes(appended)
     else:
         kv_peak_bytes = None
-    row = Row(
+    row = ResultRow(
         task=sample.task,
         length=sample.length,
         sample=sample.id,
@@ -171,7 +171,7 @@ def result_row(
     return row
 
 
-def _check_finite(row: Row, target: Target, *, is_judged: bool) -> None:
+def _check_finite(row: ResultRow, target: Target, *, is_judged: bool) -> None:
     """UserError if a number of a row is infinite or NaN; a judged answer's score is NaN until the verdict."""
     infinite = []
     for column, value in vars(row).items():
@@ -237,7 +237,7 @@ def run_samples(
     note: Note = lambda *_: None,
     refused: Refused | None = None,
     sampling: Sampling = GREEDY,
-) -> list[list[Row]]:
+) -> list[list[ResultRow]]:
     """All rows of samples that share a context, or of one sample: the full cache first, then every variant.
 
     Args:
@@ -257,7 +257,7 @@ def run_samples(
     if not samples[-1].earlier:
         return run.answer_samples(samples)
 
-    rows_of_turns: list[list[Row]] = []
+    rows_of_turns: list[list[ResultRow]] = []
     for turn in samples:
         if turn.earlier:
             conversation = run.conversations[FULL_CACHE.cell][0].cpu()
@@ -270,7 +270,7 @@ def run_samples(
     return rows_of_turns
 
 
-def _with_earlier_answers(rows: Sequence[Row], rows_before: Sequence[Row]) -> list[Row]:
+def _with_earlier_answers(rows: Sequence[ResultRow], rows_before: Sequence[ResultRow]) -> list[ResultRow]:
     """The rows of a later turn, with what their variants have answered in the turns before, as `before`."""
     answers = {row.cell: [*(row.before or []), row.answer] for row in rows_before}
     return [replace(row, before=answers[row.cell]) for row in rows]
@@ -292,7 +292,7 @@ class _Run:
     sampling: Sampling
     conversations: dict[Cell, Tensor] = field(default_factory=dict)
 
-    def answer_samples(self, samples: Sequence[RenderedSample]) -> list[list[Row]]:
+    def answer_samples(self, samples: Sequence[RenderedSample]) -> list[list[ResultRow]]:
         """The rows of samples with one prompt, or of one turn, which is then in the variants' conversations too."""
         variants = self._variants_that_answer(samples)
         prompt = self._share_prompt(samples, variants)
@@ -380,7 +380,7 @@ class _AnsweredPrompt:
         seconds = replace(NO_TIME, prefill=shared.seconds)
         compressed = Compressed(shared.state, seconds, None)
         quality = KeptQuality(recall=1.0, mass=1.0, tau=None)
-        self.rows: list[list[Row]] = []
+        self.rows: list[list[ResultRow]] = []
         for question in questions:
             self.rows.append([self._row(question, FULL_CACHE, compressed, question.full, quality)])
         run.continue_conversation(FULL_CACHE, tokens, questions[0].full.ids)
@@ -407,7 +407,7 @@ class _AnsweredPrompt:
             )
 
         own_prompts = list(map(self._own_prompt, group))
-        rows_of_questions: list[list[Row]] = []
+        rows_of_questions: list[list[ResultRow]] = []
         answers_of_questions: list[list[Answered]] = []
         for question in self.questions:
             answers = self._measured_answers(question, group, compressed)
@@ -434,7 +434,7 @@ class _AnsweredPrompt:
         compressed: Compressed,
         answered: Answered,
         quality: KeptQuality,
-    ) -> Row:
+    ) -> ResultRow:
         return result_row(
             self.run.target,
             question,
@@ -582,7 +582,7 @@ def sweep(
     note: Note = lambda *_: None,
     refused: Refused | None = None,
     sampling: Sampling = GREEDY,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[ResultRow]]:
     """All rows of each sample of which the store does not have all, those that it has among them.
 
     `groups` are those of `plan` for the same target, variants, question and sampling. A variant in `refused` is left
@@ -614,7 +614,7 @@ def sweep(
 
         stored = store.find(inputs)
         missing = [variant for variant in columns if variant.cell not in stored[0]]
-        measured: list[list[Row]] = []
+        measured: list[list[ResultRow]] = []
         if missing and FULL_CACHE not in missing:
             measured = measure(group.samples, missing)
         if FULL_CACHE in missing or _full_cache_differs(stored, measured):
@@ -633,7 +633,7 @@ def sweep(
             raise UserError(message, field=error.field, code=error.code)
 
 
-def _full_cache_differs(stored: Sequence[Mapping[Cell, Row]], measured: Sequence[Sequence[Row]]) -> bool:
+def _full_cache_differs(stored: Sequence[Mapping[Cell, ResultRow]], measured: Sequence[Sequence[ResultRow]]) -> bool:
     """Whether the full cache answers otherwise than in stored rows, which rounding may cause."""
     for stored_rows, measured_rows in zip(stored, measured, strict=False):  # nothing may have been measured
         if measured_rows[0].answer != stored_rows[FULL_CACHE.cell].answer:
@@ -642,8 +642,8 @@ def _full_cache_differs(stored: Sequence[Mapping[Cell, Row]], measured: Sequence
 
 
 def _rows_of_sample(
-    group: SampleGroup, position: int, columns: Sequence[Variant], by_cell: Mapping[Cell, Row], question: str
-) -> list[Row]:
+    group: SampleGroup, position: int, columns: Sequence[Variant], by_cell: Mapping[Cell, ResultRow], question: str
+) -> list[ResultRow]:
     """A sample's rows in the order of the variants, under its names and theirs, and with what they depend on."""
     sample = group.samples[position]
     context = group.contents[0] if question == "multi" else None

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 DPI = 150
 """Resolution of plots, in dots per inch."""
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
+"""A JSON object: a line of a JSON Lines file."""
 _UNITS = {
     **{"": 1, "B": 1},
     **{"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4},
@@ -380,7 +381,7 @@ def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
     return counts[id(node)]
 
 
-def read_jsonl(path: Path, kind: Any = Row, *, skip_torn: bool = False) -> Iterator[Any]:
+def read_jsonl(path: Path, kind: Any = JsonObject, *, skip_torn: bool = False) -> Iterator[Any]:
     """The value of each line that is not empty, `kind` as in `from_json`; UserError names a line that is malformed.
 
     With `skip_torn`, a last line that is cut off, as a kill or a writer at work leaves it, is left out.
@@ -413,7 +414,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def whole_lines(path: Path, kind: Any = Row) -> list[Any]:
+def whole_lines(path: Path, kind: Any = JsonObject) -> list[Any]:
     """`read_jsonl` as a list, empty if the file is missing; a last line torn by a kill is removed from the file."""
     if not path.exists():
         return []
@@ -429,7 +430,7 @@ def cut_torn_line(path: Path) -> None:
         os.truncate(path, end)
 
 
-def append_lines(path: Path, rows: Iterable[Row]) -> None:
+def append_lines(path: Path, rows: Iterable[JsonObject]) -> None:
     """Append objects to a JSON Lines file, and wait until they are on the disk."""
     regular(path)
     with path.open("a", encoding="utf-8") as stream:
@@ -438,12 +439,12 @@ def append_lines(path: Path, rows: Iterable[Row]) -> None:
         os.fsync(stream.fileno())
 
 
-def write_lines(path: Path, rows: Iterable[Row]) -> None:
+def write_lines(path: Path, rows: Iterable[JsonObject]) -> None:
     """Write objects as a JSON Lines file, atomically."""
     write_text(path, _lines_of(rows))
 
 
-def _lines_of(rows: Iterable[Row]) -> str:
+def _lines_of(rows: Iterable[JsonObject]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

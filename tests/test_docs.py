@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keepsight.commands import cli, parse
-from keepsight.eval.record import Phases, Row
+from keepsight.eval.record import Phases, ResultRow
 from keepsight.files import write_json, write_lines
 from keepsight.runtime.methods import METHODS
 from keepsight.runtime.state import prefill
@@ -213,7 +213,7 @@ def test_the_table_of_papers_figures_is_made_of_runs(tmp_path: Path) -> None:
     assert (rows["paper"].iloc[0], rows["figure"].iloc[0]) == ("LookaheadKV", "table 8")
 
 
-def evaluated(folder: Path, rows: list[Row], **settings: Any) -> Path:
+def evaluated(folder: Path, rows: list[ResultRow], **settings: Any) -> Path:
     """A folder as `keepsight eval` leaves it."""
     folder.mkdir(parents=True)
     write_lines(folder / "results.jsonl", [row.columns() for row in rows])

@@ -16,7 +16,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.eval.answers import default_batch_tokens, entry_bytes, free_tokens
 from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.bench.offload import random_state
-from keepsight.eval.bench.runner import Row, Runner, with_ratios
+from keepsight.eval.bench.runner import Runner, TableRow, with_ratios
 from keepsight.eval.record import RowStore
 from keepsight.eval.sweep import Variant, plan, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
@@ -62,7 +62,7 @@ def bench_decode(
     require_room(model, tokens + _WARM_UP + steps, batch)
     yield f"{batch} rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
 
-    def measure(_: None) -> Iterator[Row]:
+    def measure(_: None) -> Iterator[TableRow]:
         ids = random_ids(model, batch, tokens)
         yield from _in_turns(model, {"full cache": FullCache(), **methods}, ids, steps)
         for attention in attentions:
@@ -79,7 +79,7 @@ def bench_decode(
     yield from runner.table("decode", columns, rows)
 
 
-def _in_turns(model: PreTrainedModel, methods: Mapping[str, Method], ids: Tensor, steps: int) -> Iterator[Row]:
+def _in_turns(model: PreTrainedModel, methods: Mapping[str, Method], ids: Tensor, steps: int) -> Iterator[TableRow]:
     """A row for each method; `of first` compares it with the first method after the full cache."""
     decodings: dict[str, _Decoding] = {}
     for name, method in progress_bar(methods.items(), name="prompts", unit="method"):
@@ -119,7 +119,7 @@ def bench_largest(
     ids = random_ids(model, 1, tokens)
     compared: dict[str, Method] = {"full cache": FullCache(), **methods}
 
-    def measure(method: Method, _: int) -> Row:
+    def measure(method: Method, _: int) -> TableRow:
         count, decoding = _in_largest_batch(model, method, ids)
         for _ in range(steps):
             decoding.step()
@@ -204,10 +204,10 @@ class _Decoding:
     def seconds(self) -> float:
         return statistics.median(self.seconds_of_steps)
 
-    def figures(self, rows: int) -> Row:
+    def figures(self, rows: int) -> TableRow:
         """Milliseconds a step, tokens per second of all rows, MiB of entries; and of prefill and steps if known."""
         kv_mib = self.state.kv_bytes / 2**20
-        row: Row = {"ms a step": self.seconds * 1000, "tokens/s": rows / self.seconds, "KV MiB": kv_mib}
+        row: TableRow = {"ms a step": self.seconds * 1000, "tokens/s": rows / self.seconds, "KV MiB": kv_mib}
         if self.prefill_seconds is not None:
             row["prefill s"] = self.prefill_seconds
             steps = len(self.seconds_of_steps)
@@ -267,7 +267,7 @@ def bench_speculate(
     criteria = stop_after(answer_tokens, end_ids(target.model))
     is_warm = False
 
-    def measure(prompt: Sequence[int]) -> list[Row]:
+    def measure(prompt: Sequence[int]) -> list[TableRow]:
         nonlocal is_warm
         if not is_warm:
             _compare(target, head, prompts[0], criteria, draft_tokens)
@@ -302,7 +302,7 @@ def bench_speculate(
     yield f"{same_answers} of {len(results)} answers are the same, token for token"
 
 
-def _speed(decoding: str, results: Sequence[Row]) -> Row:
+def _speed(decoding: str, results: Sequence[TableRow]) -> TableRow:
     """The sums over all prompts of one of the two kinds of decoding."""
     tokens = sum(result[f"{decoding} tokens"] for result in results)
     seconds = sum(result[f"{decoding} seconds"] for result in results)
@@ -312,7 +312,7 @@ def _speed(decoding: str, results: Sequence[Row]) -> Row:
 @torch.no_grad()
 def _compare(
     target: Target, head: EagleHead, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
-) -> Row:
+) -> TableRow:
     """Tokens of a prompt's answer by both kinds of decoding, their seconds without the prefill, and the rounds."""
     model = target.model
     ids = torch.tensor([prompt], device=model.device)
@@ -348,7 +348,7 @@ def bench_sweep(
         f"{torch.get_num_threads()} threads"
     )
 
-    def measure(_: None) -> list[Row]:
+    def measure(_: None) -> list[TableRow]:
         return _sweep_and_separate_runs(target, methods, tokens, answer_tokens, samples)
 
     rows = with_ratios(runner.rows("eval", [({"tokens": tokens}, None)], measure), {"of sweep": "s a sample"})
@@ -362,7 +362,7 @@ def bench_sweep(
 
 def _sweep_and_separate_runs(
     target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
-) -> list[Row]:
+) -> list[TableRow]:
     """A row for the sweep, and one for a separate run of each variant; a sample before them warms up."""
     variants = list(map(Variant, methods.keys(), methods.values()))
     batch_tokens = default_batch_tokens(target.model)

@@ -22,7 +22,7 @@ from keepsight.eval.bench.measure import (
     require_room,
     seconds_of,
 )
-from keepsight.eval.bench.runner import Row, Runner
+from keepsight.eval.bench.runner import Runner, TableRow
 from keepsight.eval.compress import needs_of_all
 from keepsight.models.targets import Target
 from keepsight.progress import progress_bar
@@ -150,7 +150,7 @@ def bench_operators(
     ids = random_ids(model, 1, tokens)
     yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
 
-    def measure(method: Method | None, _: int) -> Row:
+    def measure(method: Method | None, _: int) -> TableRow:
         counts = {} if method is None else operators_of(model, method, ids)
         if method is None:
             counts["decode"] = operators_of_plain_step(model, ids)
@@ -189,7 +189,7 @@ def bench_evict(
         "KV: the most bytes of keys and values while the prompt is read and compressed"
     )
 
-    def measure(length: int) -> Iterator[Row]:
+    def measure(length: int) -> Iterator[TableRow]:
         return _rows_of_length(target.model, methods, random_ids(target.model, 1, length), repeats)
 
     columns = (
@@ -202,7 +202,7 @@ def bench_evict(
         TerminalColumn("peak MiB", ".1f"),
         TerminalColumn("KV MiB", ".1f"),
     )
-    cases: list[tuple[Row, int]] = [({"tokens": length}, length) for length in lengths]
+    cases: list[tuple[TableRow, int]] = [({"tokens": length}, length) for length in lengths]
     yield from runner.table("evict", columns, runner.rows("evict", cases, measure))
 
 
@@ -219,7 +219,9 @@ class _Turn(NamedTuple):
     start: dict[str, float]
 
 
-def _rows_of_length(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int) -> Iterator[Row]:
+def _rows_of_length(
+    model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int
+) -> Iterator[TableRow]:
     """A row for the prefill, one for H2O's sums where they are needed, and one for each method."""
     needs = needs_of_all(methods.values())
     read_prompt = functools.partial(prefill, model, ids, needs=replace(needs, accumulated=False))

@@ -38,7 +38,7 @@ from keepsight.eval.bench.roofline import (
     TOKENS,
     Card,
     Figures,
-    Row,
+    GpuRow,
     all_rows,
     known_card,
     measured_card,
@@ -100,7 +100,7 @@ class Bench:
         self._loaded_name = ""
         self._loaded_model: Any = None
 
-    def measure(self, row: Row) -> Figures:
+    def measure(self, row: GpuRow) -> Figures:
         """The figures of a row; afterwards everything but the model is freed."""
         attention = "flash_attention_2" if row.method == "full, flash-attn" else "sdpa"
         try:
@@ -134,7 +134,7 @@ class Bench:
         return self._loaded_model
 
     @torch.no_grad()
-    def _generate(self, model: Any, row: Row) -> Figures:
+    def _generate(self, model: Any, row: GpuRow) -> Figures:
         method = MAKE_METHOD[row.method](model)
         reader = method.reader(model)
         ids = random_ids(model, 1, row.tokens)
@@ -179,7 +179,7 @@ class Bench:
             self.free()
         return figures
 
-    def training_step(self, model: Any, row: Row) -> Figures:
+    def training_step(self, model: Any, row: GpuRow) -> Figures:
         """Seconds of a training step of a lookahead module, against a prefill."""
         objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
         optimizer = torch.optim.AdamW(objective.trained_parameters(), lr=1e-4, weight_decay=0.0, fused=True)
@@ -204,7 +204,7 @@ class Bench:
         )
 
     @torch.no_grad()
-    def _attention(self, row: Row) -> Figures:
+    def _attention(self, row: GpuRow) -> Figures:
         config = SHAPES[row.model]
         query = self._random(config.num_attention_heads, row.tokens, config.head_dim)
         key = self._random(config.num_key_value_heads, row.tokens, config.head_dim)
@@ -249,7 +249,7 @@ def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor) -> Callable[[]
 FLOORS = ("first_s", "step_s", "batch_s")
 COLUMNS = (
     "card",
-    *(column.name for column in fields(Row)),
+    *(column.name for column in fields(GpuRow)),
     *(column.name for column in fields(Figures)),
     *(f"{name}_roofline" for name in FLOORS),
     *("flops", "bandwidth", "torch", "date", "attempts", "note"),
@@ -356,10 +356,10 @@ def measure_missing(
     return 0
 
 
-def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> int:
+def run(bench: Bench, results: Results, rows: Sequence[GpuRow], seconds: float) -> int:
     """Measure the rows that are missing, none begun after `seconds`; returns how many are left."""
 
-    def figures_of(row: Row) -> tuple[Figures, str | None]:
+    def figures_of(row: GpuRow) -> tuple[Figures, str | None]:
         note = row.note
         figures = Figures()
         try:
@@ -369,7 +369,7 @@ def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> 
             note = one_line(f"{type(error).__name__}: {error}", 200)
         return figures, note
 
-    def floor_of(row: Row, count: int | None) -> Figures:
+    def floor_of(row: GpuRow, count: int | None) -> Figures:
         return roofline(row, bench.card, count)
 
     return measure_missing(
@@ -401,7 +401,7 @@ TABLE = LiveTable(
 )
 
 
-def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None) -> str:
+def text_of(row: GpuRow, figures: Figures, least: Figures, note: str | None = None) -> str:
     """A line: each figure, and its roofline behind it."""
     kv_bytes = figures.kv_bytes or least.kv_bytes
     peak = figures.peak_bytes or least.peak_bytes
@@ -444,7 +444,7 @@ def tokens_per_second(rows: int | None, step_seconds: float | None) -> float | N
     return rows / step_seconds if rows and step_seconds else None
 
 
-def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
+def dry_lines(card: Card, missing: Sequence[GpuRow]) -> Iterator[str]:
     """What would be measured: shapes, bytes, and the roofline of each figure."""
     rates = f"{card.flops / 1e12:.0f} TFLOP/s in bfloat16, {card.bandwidth / 1e12:.2f} TB/s"
     yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
@@ -502,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results(Path(at_home(options.out)))
         rows = [row for row in all_rows() if options.only in text_of(row, Figures(), Figures())]
 
-        def measure(device: torch.device, card: Card, rows: Sequence[Row]) -> int:
+        def measure(device: torch.device, card: Card, rows: Sequence[GpuRow]) -> int:
             return run(Bench(device, card), results, rows, options.seconds)
 
         run_table(options, results, rows, TABLE.heading(), dry_lines, measure)

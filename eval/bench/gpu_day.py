@@ -30,7 +30,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.eval.bench import gpu
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, random_ids, read_greedily, seconds_of
 from keepsight.eval.bench.offload import random_state
-from keepsight.eval.bench.roofline import BUDGET, Card, Row, roofline, rows_that_fit
+from keepsight.eval.bench.roofline import BUDGET, Card, GpuRow, roofline, rows_that_fit
 from keepsight.files import at_home, size_text
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import stop_after
@@ -138,14 +138,14 @@ def all_rows() -> list[DayRow]:
 def floor_of(row: DayRow, card: Card, rows: int | None = None) -> DayFigures:
     """Lower bounds of a row's figures on a card, in a largest batch of `rows`."""
     if row.part == "training":
-        least = roofline(Row("train", MODEL, row.tokens, row.method), card)
+        least = roofline(GpuRow("train", MODEL, row.tokens, row.method), card)
         return DayFigures(
             least.first_s, least.share, least.step_s, kv_bytes=least.kv_bytes, peak_bytes=least.peak_bytes
         )
     if row.part != "decoding":
         return DayFigures()
     method = "full" if row.method == TRANSFORMERS else row.method
-    bench_row = Row("generate", MODEL, row.tokens, method)
+    bench_row = GpuRow("generate", MODEL, row.tokens, method)
     least = roofline(bench_row, card, rows or _largest(row, card))
     floor = DayFigures(
         first_s=least.first_s,
@@ -162,7 +162,7 @@ def floor_of(row: DayRow, card: Card, rows: int | None = None) -> DayFigures:
 def _largest(row: DayRow, card: Card) -> int:
     """Rows of the largest batch; a graph has a copy of the entries, which takes half of the free memory at most."""
     method = "full" if row.method == TRANSFORMERS else row.method
-    rows = rows_that_fit(Row("generate", MODEL, row.tokens, method), card)
+    rows = rows_that_fit(GpuRow("generate", MODEL, row.tokens, method), card)
     return max(rows * 3 // 10, 1) if row.decoding == "graph" and method == "full" else rows
 
 
@@ -178,7 +178,7 @@ class DayBench(gpu.Bench):
                 return DayFigures(), _vllm_note()
             model = self.model(MODEL)
             if row.part == "training":
-                least = self.training_step(model, Row("train", MODEL, row.tokens, row.method))
+                least = self.training_step(model, GpuRow("train", MODEL, row.tokens, row.method))
                 return DayFigures(least.first_s, least.share, least.step_s, peak_bytes=least.peak_bytes), ""
             if row.method == TRANSFORMERS:
                 return self._transformers(model, row), ""

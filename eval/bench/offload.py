@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
-from keepsight.eval.bench.runner import Row, Runner
+from keepsight.eval.bench.runner import Runner, TableRow
 from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.decoder import context_of
@@ -65,7 +65,7 @@ def step_lines(
     threads = torch.get_num_threads()
     yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
 
-    def measure(method: CacheMethod, length: int) -> Row:
+    def measure(method: CacheMethod, length: int) -> TableRow:
         step = _step(model, method, random_state(model, needs, batch, length), repeats)
         return {**step, "tokens/s": batch * 1000 / step["ms a step"]}
 
@@ -103,7 +103,7 @@ def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -
 
 
 @torch.no_grad()
-def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> Row:
+def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> TableRow:
     """Milliseconds of a step and of its parts, and the MB that it loads."""
     state = method.compress_state(model, state).unrecorded()
     reader = method.reader(model)
@@ -184,7 +184,7 @@ def traffic_lines(
     layers = model.config.get_text_config().num_hidden_layers
     methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
 
-    def measure(prompt: Sequence[int]) -> Iterator[Row]:
+    def measure(prompt: Sequence[int]) -> Iterator[TableRow]:
         for method in methods.values():
             method.check(len(prompt), context_of(model))
         state = prefill(model, torch.tensor([prompt], device=model.device), needs=needs)
@@ -193,7 +193,7 @@ def traffic_lines(
             sizes = {"loaded": traffic.fetched, "asked": traffic.asked, "sent": traffic.offloaded}
             yield {"budget": budget, **sizes}
 
-    cases: list[tuple[Row, Sequence[int]]] = [({"text": index}, prompt) for index, prompt in enumerate(prompts)]
+    cases: list[tuple[TableRow, Sequence[int]]] = [({"text": index}, prompt) for index, prompt in enumerate(prompts)]
     rows = list(runner.rows("texts", cases, measure, unit="text"))
     lengths = list(map(len, prompts))
     yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
@@ -208,7 +208,7 @@ def traffic_lines(
     yield from runner.table("traffic", columns, of_budgets)
 
 
-def _mean_traffic(rows: Sequence[Row], budget: int, all_steps: int) -> Row:
+def _mean_traffic(rows: Sequence[TableRow], budget: int, all_steps: int) -> TableRow:
     """MB a step with a budget, over all texts."""
     loaded = 0.0
     asked = 0.0
@@ -257,7 +257,7 @@ def bench_specache(
         "not speculative": replace(method, speculative=False),
     }
 
-    def measure(compared_method: Method, _: int) -> Row:
+    def measure(compared_method: Method, _: int) -> TableRow:
         return _step_with_cache(model, compared_method, ids, steps)
 
     columns = (
@@ -273,7 +273,7 @@ def bench_specache(
     rows = runner.compare(steps_name, methods, measure, lengths=[tokens])
     yield from runner.table(steps_name, columns, rows)
 
-    def measure_parts(_: None) -> Iterator[Row]:
+    def measure_parts(_: None) -> Iterator[TableRow]:
         return _parts_of_step(model, speculative, ids, steps)
 
     parts_name = f"parts_{method.bits}_bits"
@@ -283,7 +283,7 @@ def bench_specache(
     yield from runner.table(parts_name, parts_columns, parts)
 
 
-def _step_with_cache(model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> Row:
+def _step_with_cache(model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> TableRow:
     """Milliseconds of a step, the size of the cache, and what it moves."""
     state = method.start(model, ids)
     reader = method.reader(model)
@@ -311,7 +311,7 @@ def _step_with_cache(model: PreTrainedModel, method: Method, ids: Tensor, steps:
 
 
 @torch.no_grad()
-def _parts_of_step(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[Row]:
+def _parts_of_step(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[TableRow]:
     """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
     state = read_greedily(method.reader(model), method.start(model, ids), 1)
     config = model.config.get_text_config()

@@ -59,7 +59,7 @@ KERNELS = {"sdpa": None, "flash-attn": "flash_attn", "flashinfer": "flashinfer"}
 
 
 @dataclass(frozen=True)
-class Row:
+class GpuRow:
     """One measurement: `generate` by a method, `attention` of one layer by a kernel, or a step of `train`."""
 
     kind: str
@@ -138,20 +138,20 @@ def measured_card(device: torch.device) -> Card:
     return Card(torch.cuda.get_device_name(device), flops, bandwidth, memory, host)
 
 
-def all_rows() -> list[Row]:
+def all_rows() -> list[GpuRow]:
     """All measurements, short prompts first."""
-    rows: list[Row] = []
+    rows: list[GpuRow] = []
     for tokens in sorted({*TOKENS, *TRAINED_TOKENS}):
         if tokens in TOKENS:
             for model in SHAPES:
                 for method in METHODS:
-                    rows.append(Row("generate", model, tokens, method))
+                    rows.append(GpuRow("generate", model, tokens, method))
             first_model = next(iter(SHAPES))
             for kernel in KERNELS:
-                rows.append(Row("attention", first_model, tokens, kernel))
+                rows.append(GpuRow("attention", first_model, tokens, kernel))
         if tokens in TRAINED_TOKENS:
             for model in SHAPES:
-                rows.append(Row("train", model, tokens, "lookahead module"))
+                rows.append(GpuRow("train", model, tokens, "lookahead module"))
     return rows
 
 
@@ -199,7 +199,7 @@ def outline(name: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
 
 
-def rows_that_fit(row: Row, card: Card) -> int:
+def rows_that_fit(row: GpuRow, card: Card) -> int:
     """Rows of the largest batch, with room to grow and to copy a layer; at least 1."""
     config = SHAPES[row.model]
     on_device, _, in_cpu = memory_and_traffic(row.method, config, row.tokens)
@@ -210,7 +210,7 @@ def rows_that_fit(row: Row, card: Card) -> int:
     return max(int(rows), 1)
 
 
-def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
+def roofline(row: GpuRow, card: Card, rows: int | None = None) -> Figures:
     """Lower bounds of a row's figures on a card, in a batch of `rows`; of memory, the bytes known to be stored."""
     if row.kind == "attention":
         return _attention_roofline(row, card)
@@ -244,13 +244,13 @@ def _entry_bytes_of_layer(config: Any) -> int:
     return 2 * 2 * int(config.num_key_value_heads * config.head_dim)
 
 
-def _prefill_seconds(row: Row, card: Card) -> float:
+def _prefill_seconds(row: GpuRow, card: Card) -> float:
     model = outline(row.model)
     full, _, _ = memory_and_traffic("full", SHAPES[row.model], row.tokens)
     return card.seconds(pass_flops(model, weights_per_token(model), row.tokens), stored_bytes(model) + full)
 
 
-def _attention_roofline(row: Row, card: Card) -> Figures:
+def _attention_roofline(row: GpuRow, card: Card) -> Figures:
     """Of all tokens as queries, and of the last one."""
     config = SHAPES[row.model]
     query_width = config.num_attention_heads * config.head_dim
@@ -263,7 +263,7 @@ def _attention_roofline(row: Row, card: Card) -> Figures:
     )
 
 
-def _train_roofline(row: Row, card: Card) -> Figures:
+def _train_roofline(row: GpuRow, card: Card) -> Figures:
     """Of a prefill, and of a training step."""
     model = outline(row.model)
     config = SHAPES[row.model]

@@ -20,7 +20,7 @@ SETTINGS_FILE = "settings.json"
 _ROWS_IN_CASE = "rows_in_case"
 """A column of the file alone: the number of rows of a case, which tells whether a kill cut the case off."""
 Kind = TypeVar("Kind")
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 """A row of a table by the names of its columns."""
 
 
@@ -33,12 +33,12 @@ class Runner:
     def rows(
         self,
         name: str,
-        cases: Sequence[tuple[Row, Kind]],
+        cases: Sequence[tuple[TableRow, Kind]],
         measure: Callable[[Kind], Iterable[Mapping[str, Any]]],
         *,
         unit: str = "",
-        kind: Any = Row,
-    ) -> Iterator[Row]:
+        kind: Any = TableRow,
+    ) -> Iterator[TableRow]:
         """The rows of all cases, in their order, each as soon as its case is measured or from the folder.
 
         Args:
@@ -66,12 +66,12 @@ class Runner:
                     progress.update()
                 yield from rows
 
-    def _whole_cases(self, name: str, columns: Sequence[str], kind: Any) -> dict[tuple[Any, ...], list[Row]]:
+    def _whole_cases(self, name: str, columns: Sequence[str], kind: Any) -> dict[tuple[Any, ...], list[TableRow]]:
         """The folder's rows by the case's values in `columns`; incomplete cases are removed from the file."""
         if self.folder is None:
             return {}
         path = self.folder / f"{name}.jsonl"
-        lines_of_case: dict[tuple[Any, ...], list[Row]] = {}
+        lines_of_case: dict[tuple[Any, ...], list[TableRow]] = {}
         for line in _lines(path, kind):
             lines_of_case.setdefault(tuple(map(line.get, columns)), []).append(line)
         whole_cases = {}
@@ -84,7 +84,7 @@ class Runner:
             write_lines(path, whole_lines_of_cases)
         return whole_cases
 
-    def rows_so_far(self, name: str, kind: Any = Row) -> Iterator[Row]:
+    def rows_so_far(self, name: str, kind: Any = TableRow) -> Iterator[TableRow]:
         """All rows of the folder's `NAME.jsonl`, those of other cases too; UserError for a malformed line."""
         if self.folder is not None:
             yield from map(_without_count, _lines(self.folder / f"{name}.jsonl", kind))
@@ -97,7 +97,7 @@ class Runner:
         *,
         lengths: Sequence[int] = (0,),
         ratios: Mapping[str, str] | None = None,
-    ) -> Iterator[Row]:
+    ) -> Iterator[TableRow]:
         """A row for each length and method, with what `measure` finds, as soon as it is measured.
 
         Rows begin with `tokens`, the length, and `method`, the name. `ratios` adds columns, see `with_ratios`.
@@ -108,7 +108,7 @@ class Runner:
         rows = self.rows(name, cases, lambda case: [measure(*case)])
         return with_ratios(rows, ratios or {})
 
-    def table(self, name: str, columns: Sequence[TerminalColumn], rows: Iterable[Row]) -> Iterator[str]:
+    def table(self, name: str, columns: Sequence[TerminalColumn], rows: Iterable[TableRow]) -> Iterator[str]:
         """The lines of a table, each as soon as its row is there; the whole is then in `NAME.csv` of the folder."""
         table = LiveTable(columns)
         shown = []
@@ -128,23 +128,23 @@ class Runner:
         write_csv(self.folder / f"{name}.csv", columns, lines)
 
 
-def _lines(path: Path, kind: Any) -> Iterator[Row]:
+def _lines(path: Path, kind: Any) -> Iterator[TableRow]:
     for line in whole_lines(path, kind):
         yield line if isinstance(line, dict) else asdict(line)
 
 
-def _without_count(line: Row) -> Row:
+def _without_count(line: TableRow) -> TableRow:
     row = dict(line)
     row.pop(_ROWS_IN_CASE, None)
     return row
 
 
-def with_ratios(rows: Iterable[Row], ratios: Mapping[str, str]) -> Iterator[Row]:
+def with_ratios(rows: Iterable[TableRow], ratios: Mapping[str, str]) -> Iterator[TableRow]:
     """The rows with further columns: by its name, the column that is divided by that of the length's first row.
 
     Rows without `tokens` are of one length.
     """
-    first: Row = {}
+    first: TableRow = {}
     for row in rows:
         if not first or row.get("tokens") != first.get("tokens"):
             first = row

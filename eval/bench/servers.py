@@ -21,7 +21,7 @@ import openai
 import psutil
 
 from keepsight.errors import UserError, one_line
-from keepsight.eval.bench.runner import Row, Runner
+from keepsight.eval.bench.runner import Runner, TableRow
 from keepsight.eval.bench.serving import percentile
 from keepsight.tables import TerminalColumn, name_column
 
@@ -117,7 +117,7 @@ def bench_servers(
         f"{load.clients} clients, {load.requests} requests, prompts of up to {load.tokens} tokens, answers of "
         f"{load.answer_tokens}"
     )
-    cases: list[tuple[Row, tuple[ServerCommand, str]]] = []
+    cases: list[tuple[TableRow, tuple[ServerCommand, str]]] = []
     for number in range(1, rounds + 1):
         for server in servers:
             for workload in workloads:
@@ -132,7 +132,7 @@ def bench_servers(
     ]
     with _running(folder) as running:
 
-        def measure(case: tuple[ServerCommand, str]) -> list[Row]:
+        def measure(case: tuple[ServerCommand, str]) -> list[TableRow]:
             server, workload = case
             return [_measured(running.of(server), texts, workload, load)]
 
@@ -195,7 +195,7 @@ def _questions(texts: _Texts, load: Load, documents: Sequence[str]) -> list[list
     return conversations
 
 
-def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> Row:
+def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> TableRow:
     """The figures of a workload."""
     seconds_of_prefixes = 0.0
     if workload == DOCUMENTS:
@@ -220,7 +220,7 @@ def _measured(server: "_Server", texts: _Texts, workload: str, load: Load) -> Ro
     return _figures(answers, seconds) | {"peak MiB": peak[0] / 2**20, "prefixes s": seconds_of_prefixes}
 
 
-def _figures(answers: list[_Answer], seconds: float) -> Row:
+def _figures(answers: list[_Answer], seconds: float) -> TableRow:
     """The figures of answers; UserError if there is none."""
     complete = [answer for answer in answers if not answer.error]
     if not complete:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
 from keepsight.eval.bench.measure import random_ids, require_room
-from keepsight.eval.bench.runner import Row, Runner
+from keepsight.eval.bench.runner import Runner, TableRow
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
@@ -65,7 +65,7 @@ def bench_serve(
         f"{torch.get_num_threads()} threads, {model.dtype}"
     )
 
-    def measure(method: Method, _: int) -> Row:
+    def measure(method: Method, _: int) -> TableRow:
         served = _serve(model, method, prompts, answer_tokens, rows, interval, prefill_tokens)
         step = _median_step(served.steps, rows)
         gaps = list(itertools.chain.from_iterable(job.gaps for job in served.jobs)) or [0.0]
@@ -271,7 +271,7 @@ def _lines(
 ) -> Iterator[str]:
     """A heading, and a line for each method with the prompts that it has."""
 
-    def measure(name: str, _: int) -> Row:
+    def measure(name: str, _: int) -> TableRow:
         documents = prompts[name]
         requests = []
         for index, question in enumerate(questions):

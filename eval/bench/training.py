@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from keepsight.eval.bench.measure import seconds_of
-from keepsight.eval.bench.runner import Row, Runner
+from keepsight.eval.bench.runner import Runner, TableRow
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.state import prefill
 from keepsight.tables import TerminalColumn
@@ -45,7 +45,7 @@ def bench_step(
         f"{settings.replays} steps a pass of the model{cuts}, {repeats} repeats"
     )
 
-    def measure(_: None) -> Iterator[Row]:
+    def measure(_: None) -> Iterator[TableRow]:
         return _prefill_and_step(lookahead, tokens, answer_tokens, repeats, settings)
 
     yield from runner.table("train", _COLUMNS, runner.rows("train", [({}, None)], measure))
@@ -53,7 +53,7 @@ def bench_step(
 
 def _prefill_and_step(
     lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
-) -> Iterator[Row]:
+) -> Iterator[TableRow]:
     """A row for the prefill and one for the step."""
     model = lookahead.model
     vocabulary = model.config.get_text_config().vocab_size

@@ -17,7 +17,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from keepsight.eval.kept_tokens import KeptOfSample, encode_counts, name_of_counts, path_of
-from keepsight.eval.record import FULL, Key, Row
+from keepsight.eval.record import FULL, Key, ResultRow
 from keepsight.eval.report import plots, tables
 from keepsight.eval.report.figures import Plot, glyph, label_of, styles_of
 from keepsight.eval.report.summary import (
@@ -118,7 +118,7 @@ def render_results(
 class _ValuesOfRows:
     """The distinct values of some rows, in ascending order; prompts are their numbers of tokens."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[ResultRow]) -> None:
         columns: dict[str, set[Any]] = defaultdict(set)
         for row in rows:
             for name in ("budget", "task", "length", "method", "prompt_tokens", "date"):
@@ -133,14 +133,14 @@ class _ValuesOfRows:
         self.dates = sorted(filter(None, columns["date"]))
 
 
-def _rows_of(runs: Iterable[Run]) -> list[Row]:
-    rows: list[Row] = []
+def _rows_of(runs: Iterable[Run]) -> list[ResultRow]:
+    rows: list[ResultRow] = []
     for run in runs:
         rows += run.rows
     return rows
 
 
-def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
+def headline(rows: Sequence[ResultRow], runs: Sequence[Settings]) -> tuple[str, str]:
     """Title of a page and the line below it: model; dtype, quantization, adapter and date."""
     names = []
     adapters = []
@@ -153,7 +153,7 @@ def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
     return title, " · ".join(filter(None, parts))
 
 
-def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
+def _facts(rows: Sequence[ResultRow], runs: Sequence[Settings]) -> dict[str, str]:
     """Facts that a reader needs to judge the numbers; what is not known is left out."""
     models = []
     adapters = []
@@ -281,7 +281,7 @@ def verdict_of(runs: Sequence[Run], summary: Frame) -> list[str]:
     return [*filter(None, incomplete), *findings(summary)]
 
 
-def plots_of(rows: Sequence[Row], summary: Frame) -> list[Plot]:
+def plots_of(rows: Sequence[ResultRow], summary: Frame) -> list[Plot]:
     """The plots of a run, in the order of the page."""
     plots_of_run = [
         plots.overview_plot(summary),
@@ -293,7 +293,7 @@ def plots_of(rows: Sequence[Row], summary: Frame) -> list[Plot]:
     return plots_of_run
 
 
-def tables_of(rows: Sequence[Row], summary: Frame) -> list[Table]:
+def tables_of(rows: Sequence[ResultRow], summary: Frame) -> list[Table]:
     """The tables of a run, in the order of the page."""
     return [
         tables.overall_table(summary),
@@ -420,7 +420,7 @@ class Answer(NamedTuple):
     shared: str
     rest: str
     ends_early: bool
-    row: Row | None = None
+    row: ResultRow | None = None
 
 
 class Example(NamedTuple):
@@ -429,13 +429,13 @@ class Example(NamedTuple):
     The answers are the full cache's, if it was run, then the others', the best score first; `sample` is one's row.
     """
 
-    sample: Row
+    sample: ResultRow
     answers: list[Answer]
     budget: int
     difference: float
 
 
-def _answer(method: str, text: str, text_of_full: str, row: Row | None = None) -> Answer:
+def _answer(method: str, text: str, text_of_full: str, row: ResultRow | None = None) -> Answer:
     end = 0
     for character, character_of_full in zip(text, text_of_full, strict=False):
         if character != character_of_full:
@@ -444,13 +444,13 @@ def _answer(method: str, text: str, text_of_full: str, row: Row | None = None) -
     return Answer(method, text[:end], text[end:], end == len(text) < len(text_of_full), row)
 
 
-def answers_of(rows: Sequence[Row]) -> list[Answer]:
+def answers_of(rows: Sequence[ResultRow]) -> list[Answer]:
     """Answers with what they have in common with the full cache's, which is `rows[0]` where it was run."""
     text_of_full = rows[0].answer if rows and rows[0].method == FULL else ""
     return [_answer(row.method, row.answer, text_of_full, row) for row in rows]
 
 
-def place_of(row: Row) -> str:
+def place_of(row: ResultRow) -> str:
     """A sample's label: `niah_single, 512 tokens, needle at 40 % depth`."""
     label = f"{row.task}, {row.length} tokens"
     if row.depth is not None:
@@ -458,9 +458,9 @@ def place_of(row: Row) -> str:
     return label
 
 
-def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]:
+def choose_examples(rows: Sequence[ResultRow], count: int = EXAMPLES) -> list[Example]:
     """The samples whose scores differ most from the full cache's, taking the tasks and lengths in turn."""
-    rows_of_samples: dict[Key, list[Row]] = defaultdict(list)
+    rows_of_samples: dict[Key, list[ResultRow]] = defaultdict(list)
     for row in rows:
         rows_of_samples[row.key].append(row)
     by_place: dict[tuple[str, int], list[Example]] = defaultdict(list)
@@ -476,10 +476,10 @@ def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]
     return examples_in_turn[:count]
 
 
-def _example(rows: Sequence[Row]) -> Example | None:
+def _example(rows: Sequence[ResultRow]) -> Example | None:
     """A sample at the first of the budgets where scores differ most; None if it has only the full cache's row."""
-    full: Row | None = None
-    by_budget: dict[Any, list[Row]] = defaultdict(list)
+    full: ResultRow | None = None
+    by_budget: dict[Any, list[ResultRow]] = defaultdict(list)
     for row in rows:
         if row.method == FULL:
             full = row
@@ -545,7 +545,7 @@ def write_inspect_page(
 
 def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
     """Write a page for each sample whose kept tokens were stored; returns them, relative to `folder`'s parent."""
-    runs_of_samples: dict[Key, list[tuple[Run, Row]]] = defaultdict(list)
+    runs_of_samples: dict[Key, list[tuple[Run, ResultRow]]] = defaultdict(list)
     for run in runs:
         for row in run.rows:
             if row.sample_digest is not None:
@@ -577,7 +577,7 @@ def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
 
 
 def _sample_page(
-    rows: Iterable[Row], kept: KeptOfSample, counts: Mapping[str, str], settings: Sequence[Settings]
+    rows: Iterable[ResultRow], kept: KeptOfSample, counts: Mapping[str, str], settings: Sequence[Settings]
 ) -> str:
     rows = sorted(rows, key=lambda row: (row.budget or 0, row.method))
     styles = styles_of(row.method for row in rows)
@@ -608,7 +608,7 @@ def _sample_page(
     )
 
 
-def _label(row: Row) -> str:
+def _label(row: ResultRow) -> str:
     name = label_of(row.method)
     return name if row.budget is None else f"{name}, budget {row.budget}"
 

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-from keepsight.eval.record import FULL, Row
+from keepsight.eval.record import FULL, ResultRow
 from keepsight.eval.report.figures import (
     MAX_COLUMNS,
     TEXT,
@@ -160,7 +160,7 @@ def comparison_plot(differences: Mapping[str, Frame]) -> Plot:
     return Plot("comparison", panels, styles, columns=len(DIFFERENCES))
 
 
-def depth_plot(rows: Sequence[Row]) -> Plot | None:
+def depth_plot(rows: Sequence[ResultRow]) -> Plot | None:
     """Heat maps of the score by needle depth and prompt length, one for each method and budget, the mean over tasks.
 
     A depth of 0 is the beginning of the prompt, 1 its end. Where cells would have fewer than `SAMPLES_A_CELL` samples,

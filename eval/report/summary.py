@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from keepsight.errors import printable
-from keepsight.eval.record import FULL, Row
+from keepsight.eval.record import FULL, ResultRow
 from keepsight.eval.report.figures import label_of
 from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
 from keepsight.tables import TerminalColumn, terminal_table
@@ -39,7 +39,7 @@ _NUMBERS = (*MEANS[:3], "prompt_tokens", "first_difference", "answer_tokens", "t
 # Means of each task and length
 
 
-def summarize(rows: Iterable[Row]) -> Frame:
+def summarize(rows: Iterable[ResultRow]) -> Frame:
     """Means over the samples of each task, length, method and budget, in the order of `summary.csv`.
 
     Columns of the result:
@@ -84,7 +84,7 @@ def summarize(rows: Iterable[Row]) -> Frame:
     return _with_share_of_full(summary)
 
 
-def _frame_of_rows(rows: Iterable[Row]) -> Frame:
+def _frame_of_rows(rows: Iterable[ResultRow]) -> Frame:
     """The rows with the columns that `summarize` groups and averages, by sample."""
     columns = [*PLACE, "method", "budget", "sample", "sample_digest", "context", *MEASURES, *_NUMBERS]
     frame = pd.DataFrame(list(map(vars, rows)), columns=columns, dtype=object)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from keepsight.errors import printable
-from keepsight.eval.record import FULL, Row
+from keepsight.eval.record import FULL, ResultRow
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.report.summary import (
     Frame,
@@ -247,7 +247,7 @@ def difference_table(summary: Frame) -> Table:
     return Table.of("differences", caption, _DIFFERENCES, rows)
 
 
-def cost_table(rows: Sequence[Row]) -> Table:
+def cost_table(rows: Sequence[ResultRow]) -> Table:
     """Seconds by phase, decoding speed, KV entries and memory: means over all samples, the full cache first."""
     frame = pd.DataFrame([{**vars(row), **vars(row.seconds)} for row in rows], dtype=object)
     frame["order"] = frame["budget"].astype(float).fillna(0)

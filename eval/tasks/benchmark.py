@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import Row, from_json, own_yaml, regular, text_lines
+from keepsight.files import JsonObject, from_json, own_yaml, regular, text_lines
 
 _HUB_SECONDS = 5.0
 """Timeout of the first request to the Hub; its own client tries for half a minute."""
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 """LongBench's few-shot and code tasks, whose prompts its authors do not put through the chat template."""
-Make = Callable[[str, Row, int], Any]
+Make = Callable[[str, JsonObject, int], Any]
 """Makes the sample of a row, or a list of turns, from its place in a file (for messages), its fields and its number."""
 _RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
@@ -142,7 +142,7 @@ class TaskRequest:
     def collect(
         self,
         name: str,
-        rows: Iterable[tuple[str, Row]],
+        rows: Iterable[tuple[str, JsonObject]],
         make: Make,
         max_tokens: int | None = None,
         render: Callable[[Any, Any], RenderedSample] | None = None,
@@ -246,7 +246,7 @@ class Benchmark(ABC):
         """The samples of one task, by its name in `TASKS`."""
 
 
-def file_rows(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, Row]]:
+def file_rows(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, JsonObject]]:
     """The rows of a JSON Lines file, UTF-8 or UTF-16, plain or gzipped; each with its place (`FILE:LINE`) for messages.
 
     UserError with the advice `missing` if there is no such file.
@@ -256,19 +256,21 @@ def file_rows(path: Path, missing: str = "name an existing file") -> Iterator[tu
     return json_rows(str(path), text_lines(path))
 
 
-def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, Row]]:
+def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, JsonObject]]:
     """The objects in numbered lines, each with its place; `source` names the file.
 
     A line that is no JSON object is an empty row, from which no sample can be made; its place says why.
     """
     for number, line in lines:
         try:
-            yield f"{source}:{number}", from_json(line, Row)
+            yield f"{source}:{number}", from_json(line, JsonObject)
         except ValueError as error:
             yield f"{source}:{number}: {error}", {}
 
 
-def rows_of_task(rows: Iterable[tuple[str, Row]], task: str, field: str = "task") -> list[tuple[str, Row]]:
+def rows_of_task(
+    rows: Iterable[tuple[str, JsonObject]], task: str, field: str = "task"
+) -> list[tuple[str, JsonObject]]:
     """The rows whose `field` names a task; those without it are in every task, where what they lack is said."""
     rows_here = []
     for where, row in rows:

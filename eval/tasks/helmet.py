@@ -16,7 +16,7 @@ from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fil
 from keepsight.eval.tasks.metrics import METRICS, metric, normalise
 from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
-from keepsight.files import Row, hex_digest, own_yaml, read_json
+from keepsight.files import JsonObject, hex_digest, own_yaml, read_json
 
 _SHOTS = 2
 _SEED = 42
@@ -46,7 +46,7 @@ _TABLE = own_yaml("keepsight.eval.tasks", "helmet")
 HELMET_TASKS = {name: HelmetTask(**entry) for name, entry in _TABLE["tasks"].items()}
 _LENGTHS: list[int] = _TABLE["lengths"]
 
-Fields = Callable[[str, Row], tuple[dict[str, str], Any]]
+Fields = Callable[[str, JsonObject], tuple[dict[str, str], Any]]
 """A row's place, for messages, and the row -> the texts that fill the prompt, and the answers."""
 
 
@@ -116,7 +116,7 @@ class Helmet(Benchmark):
             return []
         fields_of = _fields_of_task(task, folder / entry.examples, size, request.tokenizer)
 
-        def convert(where: str, row: Row, number: int) -> TaskRow:
+        def convert(where: str, row: JsonObject, number: int) -> TaskRow:
             fields, answers = fields_of(where, row)
             return TaskRow(str(row.get("index", number)), fields, _texts(answers))
 
@@ -154,13 +154,13 @@ def _fields_of_task(task: str, examples: Path, size: int, tokenizer: Any) -> Fie
 
 
 @lru_cache(maxsize=2)
-def _rows(path: Path) -> list[tuple[str, Row]]:
+def _rows(path: Path) -> list[tuple[str, JsonObject]]:
     if path.suffix == ".json" and path.is_file():
-        return [(f"{path}: {number}", row) for number, row in enumerate(read_json(path, list[Row]))]
+        return [(f"{path}: {number}", row) for number, row in enumerate(read_json(path, list[JsonObject]))]
     return list(file_rows(path, "helmet.dir must hold HELMET's data in its own layout"))
 
 
-def _rows_alone(path: Path) -> list[Row]:
+def _rows_alone(path: Path) -> list[JsonObject]:
     """The rows of a file, without where they stand."""
     return [row for _, row in _rows(path)]
 
@@ -180,7 +180,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 # How the rows of each kind of task fill its prompt
 
 
-def _needle(where: str, row: Row) -> tuple[dict[str, str], Any]:
+def _needle(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
     fields = {
         "type_needle_v": text_field(where, row, "type_needle_v"),
         "context": text_field(where, row, "context"),
@@ -189,7 +189,7 @@ def _needle(where: str, row: Row) -> tuple[dict[str, str], Any]:
     return fields, row.get("answer", row.get("outputs"))
 
 
-def _key_value(where: str, row: Row) -> tuple[dict[str, str], Any]:
+def _key_value(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
     context = text_field(where, row, "context")
     question = text_field(where, row, "question")
     demos = ""
@@ -198,10 +198,10 @@ def _key_value(where: str, row: Row) -> tuple[dict[str, str], Any]:
     return {"context": context, "question": question, "demos": demos}, row["answer"]
 
 
-def _rag(examples: Sequence[Row]) -> Fields:
+def _rag(examples: Sequence[JsonObject]) -> Fields:
     """Questions over documents."""
 
-    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    def fields(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
         key = "id" if "id" in row else "question"
         demos = ""
         for demo in _demonstrations(str(row[key]), key, examples):
@@ -212,17 +212,17 @@ def _rag(examples: Sequence[Row]) -> Fields:
     return fields
 
 
-def _documents(row: Row) -> str:
+def _documents(row: JsonObject) -> str:
     documents = []
     for passage in row["ctxs"]:
         documents.append(f"Document (Title: {passage['title']}): {passage['text']}")
     return "\n\n".join(documents)
 
 
-def _rerank(examples: Sequence[Row]) -> Fields:
+def _rerank(examples: Sequence[JsonObject]) -> Fields:
     """Passages to be put in order; the answer is the passages' labels, such as `12 3, 7 0`."""
 
-    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    def fields(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
         demos = ""
         for demo in _demonstrations(str(row["qid"]), "qid", examples):
             demos += f"{_passages(demo)}\n\nQuery: {demo['query']}\nRanking: {_ranking(demo)}\n\n"
@@ -235,12 +235,12 @@ def _rerank(examples: Sequence[Row]) -> Fields:
     return fields
 
 
-def _ranking(row: Row) -> str:
+def _ranking(row: JsonObject) -> str:
     ranked = sorted(row["ctxs"], key=lambda passage: -int(passage["label"]))
     return " > ".join(str(passage["id"]) for passage in ranked)
 
 
-def _passages(row: Row) -> str:
+def _passages(row: JsonObject) -> str:
     has_titles = "title" in row["ctxs"][0]
     passages = []
     for passage in row["ctxs"]:
@@ -260,7 +260,7 @@ def _icl(examples: Path, shots: int) -> Fields:
             f"{examples}: expected rows of text and label, a whole number", field=examples.name, code="data"
         ) from None
 
-    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    def fields(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
         text = text_field(where, row, "text")
         labels = list(range(label_count))
         random.Random((_hash(text) + _SEED) % 2**31).shuffle(labels)
@@ -272,14 +272,14 @@ def _icl(examples: Path, shots: int) -> Fields:
     return fields
 
 
-def _balanced(rows: Iterable[Row], shots: int) -> list[Row]:
+def _balanced(rows: Iterable[JsonObject], shots: int) -> list[JsonObject]:
     """As many rows of each label, in rounds that each have every label once in random order."""
     rng = random.Random(_SEED)
-    by_label: dict[Any, list[Row]] = {}
+    by_label: dict[Any, list[JsonObject]] = {}
     for row in rows:
         by_label.setdefault(row["label"], []).append(row)
     round_count = math.ceil(shots / len(by_label))
-    rounds: list[list[Row]] = [[] for _ in range(round_count)]
+    rounds: list[list[JsonObject]] = [[] for _ in range(round_count)]
     for rows_of_label in by_label.values():
         count = len(rows_of_label)
         indices = rng.sample(range(count), round_count % count)
@@ -288,7 +288,7 @@ def _balanced(rows: Iterable[Row], shots: int) -> list[Row]:
         for rows_of_round, index in zip(rounds, indices, strict=True):
             rows_of_round.append(rows_of_label[index])
 
-    balanced: list[Row] = []
+    balanced: list[JsonObject] = []
     for rows_of_round in rounds:
         rng.shuffle(rows_of_round)
         balanced += rows_of_round
@@ -306,13 +306,13 @@ def _cited(examples: Path, size: int) -> Fields:
     texts = read_json(examples, dict[str, Any])
     rng = random.Random(_SEED)
 
-    def passages(docs: Sequence[Row]) -> str:
+    def passages(docs: Sequence[JsonObject]) -> str:
         filled = []
         for number, doc in enumerate(docs, start=1):
             filled.append(_filled(texts["doc_prompt"], {**doc, "ID": number}))
         return "\n\n".join(filled)
 
-    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    def fields(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
         instruction = texts["instruction"]
         demos = ""
         for demo in rng.sample(texts["demos"], _SHOTS):
@@ -327,20 +327,20 @@ def _cited(examples: Path, size: int) -> Fields:
     return fields
 
 
-def _short_answers_of(question_and_answer: Row) -> Sequence[str]:
+def _short_answers_of(question_and_answer: JsonObject) -> Sequence[str]:
     return list(question_and_answer["short_answers"])
 
 
-def _filled(template: str, row: Row) -> str:
+def _filled(template: str, row: JsonObject) -> str:
     return fill_in(template, {name: str(value) for name, value in row.items()})
 
 
-def _long(entry: HelmetTask, examples: Sequence[Row], size: int, tokenizer: Any) -> Fields:
+def _long(entry: HelmetTask, examples: Sequence[JsonObject], size: int, tokenizer: Any) -> Fields:
     """Questions about a long text, or its summary, of which `size` tokens stay; the answer, and a summary's points."""
     end = " ... [the rest of the text is omitted]"
     end_tokens = len(tokenizer(end, add_special_tokens=False)["input_ids"])
 
-    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    def fields(where: str, row: JsonObject) -> tuple[dict[str, str], Any]:
         text = text_field(where, row, "context")
         if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > size:
             text = _first_tokens(tokenizer, text, size - end_tokens) + end
@@ -367,7 +367,7 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> str:
     return str(tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False))
 
 
-def _question_fields(row: Row) -> tuple[dict[str, str], list[str]]:
+def _question_fields(row: JsonObject) -> tuple[dict[str, str], list[str]]:
     """The question, its options and the first answer of a row as texts; and the answers."""
     answers = list(_texts(row["answer"]))
     question = str(row.get("question", ""))
@@ -379,7 +379,7 @@ def _question_fields(row: Row) -> tuple[dict[str, str], list[str]]:
     return fields, ["ABCD"[right], lettered[right]]
 
 
-def _demonstrations(name: str, key: str, rows: Sequence[Row]) -> list[Row]:
+def _demonstrations(name: str, key: str, rows: Sequence[JsonObject]) -> list[JsonObject]:
     """The first rows, shuffled with the question as the seed, each question once and never the row's own, `name`."""
     import numpy as np  # not at the top: `--help` imports this module
 
@@ -387,7 +387,7 @@ def _demonstrations(name: str, key: str, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if str(row[key]) != name:
             others.append(row)
-    demonstrations: dict[str, Row] = {}
+    demonstrations: dict[str, JsonObject] = {}
     for index in np.random.default_rng(_hash(name) % 2**31).permutation(len(others)):
         demonstrations.setdefault(str(others[index][key]), others[index])
     return list(demonstrations.values())[:_SHOTS]

@@ -31,7 +31,7 @@ from keepsight.eval.tasks.longbench import longbench_tasks
 from keepsight.eval.tasks.metrics import METRICS
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
-from keepsight.files import Row, read_json
+from keepsight.files import JsonObject, read_json
 
 _log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def _check_template(where: str, layout: str, template: Any) -> str:
     return template
 
 
-def _longbench_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
+def _longbench_row(file: _File, where: str, row: JsonObject, _: int) -> TaskRow:
     classes: tuple[str, ...] = ()
     if file.metric == "classification":
         classes = texts_field(where, row, "all_classes")
@@ -261,7 +261,7 @@ def _longbench_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
     )
 
 
-def _ruler_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
+def _ruler_row(file: _File, where: str, row: JsonObject, _: int) -> TaskRow:
     # RULER's own files hold one task each and are named after it; rows of several tasks name theirs.
     task = text_field(where, row, "task") if "task" in row else file.task
     name = f"{task}-{row['index']}" if "index" in row else where.rpartition(":")[2]

@@ -22,7 +22,7 @@ from keepsight.eval.tasks.benchmark import (
 from keepsight.eval.tasks.metrics import metric
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
-from keepsight.files import Row
+from keepsight.files import JsonObject
 
 _WITH_REFERENCES = ("math", "reasoning", "coding")
 _ANSWER_TOKENS = 1024
@@ -68,7 +68,7 @@ class MtBench(Benchmark):
             )
         return samples
 
-    def _rows(self) -> Iterator[tuple[str, Row]]:
+    def _rows(self) -> Iterator[tuple[str, JsonObject]]:
         if self.file is not None:
             yield from file_rows(Path(self.file))
             return
@@ -98,7 +98,7 @@ def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
             ) from None
 
 
-def _conversation(answers: Mapping[str, tuple[str, ...]], where: str, row: Row, _: int) -> TaskRow:
+def _conversation(answers: Mapping[str, tuple[str, ...]], where: str, row: JsonObject, _: int) -> TaskRow:
     name = str(row.get("question_id"))
     turns = texts_field(where, row, "turns")
     references = answers.get(name, ())
@@ -157,7 +157,7 @@ class LongWriter(Benchmark):
             entry = replace(entry, task="longwriter_length", metric="wanted_length", judge="")
         return load("longwriter", entry, file_rows(Path(self.file)), partial(self._converted, task), request)
 
-    def _converted(self, task: str, where: str, row: Row, number: int) -> TaskRow:
+    def _converted(self, task: str, where: str, row: JsonObject, number: int) -> TaskRow:
         if type(row.get("length")) is not int or row["length"] < 1:
             raise UserError(
                 f"{where}: field 'length' must be a whole number of words of at least 1", field="length", code="type"

@@ -30,7 +30,7 @@ from keepsight.eval.tasks.benchmark import (
 )
 from keepsight.eval.tasks.metrics import METRICS, f1, integers, metric, of_first_line, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import Row, own_yaml, read_json
+from keepsight.files import JsonObject, own_yaml, read_json
 
 _TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a prompt."""
@@ -112,14 +112,14 @@ class LongBench(Benchmark):
         entry = longbench_tasks()[name]
         if entry.metric.endswith("_zh"):
             METRICS[entry.metric]("", Sample("", task, 0, "", ("",), entry.metric, 1))  # fails here without jieba
-        rows: Iterable[tuple[str, Row]] = self._rows(task)
+        rows: Iterable[tuple[str, JsonObject]] = self._rows(task)
         if request.protocol.shuffled:  # as datasets' shuffle(seed=42)
             import numpy as np  # not at the top: `--help` imports this module
 
             in_order = list(rows)
             rows = [in_order[index] for index in np.random.default_rng(42).permutation(len(in_order))]
 
-        def make(where: str, row: Row, number: int) -> RenderedSample:
+        def make(where: str, row: JsonObject, number: int) -> RenderedSample:
             sample = self._sample(name, entry, where, row, number, request)
             if task == name:
                 return sample
@@ -127,7 +127,7 @@ class LongBench(Benchmark):
 
         return request.collect(f"longbench {task}", rows, make)
 
-    def _rows(self, task: str) -> Iterator[tuple[str, Row]]:
+    def _rows(self, task: str) -> Iterator[tuple[str, JsonObject]]:
         """Where a row stands, and the row."""
         if self.dir is not None:
             yield from file_rows(Path(self.dir) / _file_name(task), "without longbench.dir it is taken from the Hub")
@@ -137,7 +137,7 @@ class LongBench(Benchmark):
             yield from json_rows(f"{archive}:{task}", enumerate(lines, start=1))
 
     def _sample(
-        self, name: str, entry: LongBenchTask, where: str, row: Row, number: int, request: TaskRequest
+        self, name: str, entry: LongBenchTask, where: str, row: JsonObject, number: int, request: TaskRequest
     ) -> RenderedSample:
         protocol = request.protocol
         model = request.tokenizer.name_or_path
@@ -209,7 +209,7 @@ def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:
     return str(beginning + end)
 
 
-def _words_bucket(row: Row) -> int:
+def _words_bucket(row: JsonObject) -> int:
     """LongBench-E's classes by number of words: below 4000, below 8000, and the rest, which is shown as 16000."""
     words = int(row.get("length", 0))
     for limit in (4000, 8000):
@@ -358,13 +358,13 @@ class LongBenchV2(Benchmark):
 
 
 @lru_cache(maxsize=1)
-def _v2_rows(path: Path) -> list[tuple[str, Row]]:
+def _v2_rows(path: Path) -> list[tuple[str, JsonObject]]:
     if path.suffix == ".jsonl":
         return [*file_rows(path)]
-    return [(f"{path}: {row.get('_id')}", row) for row in read_json(path, list[Row])]
+    return [(f"{path}: {row.get('_id')}", row) for row in read_json(path, list[JsonObject])]
 
 
-def _v2_sample(task: str, limit: int, tokenizer: Any, where: str, row: Row, _: int) -> RenderedSample:
+def _v2_sample(task: str, limit: int, tokenizer: Any, where: str, row: JsonObject, _: int) -> RenderedSample:
     fields = {}
     for name in _V2_FIELDS:
         fields[name] = text_field(where, row, name).strip()

@@ -24,7 +24,7 @@ from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fil
 from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
-from keepsight.files import Row
+from keepsight.files import JsonObject
 
 _METRICS = {
     "path_traversal": "same_route",
@@ -103,19 +103,19 @@ class LongProc(Benchmark):
         entry = TaskEntry(f"longproc_{task}", "{input}", _METRICS[family], _TOKENS[size])
         return load(f"longproc {task}", entry, rows, partial(_converted, family), request)
 
-    def _rows(self) -> Iterator[tuple[str, Row]]:
+    def _rows(self) -> Iterator[tuple[str, JsonObject]]:
         if self.dir:
             for path in sorted(Path(self.dir).glob("*.jsonl")):
                 yield from file_rows(path)
 
 
-def _converted(family: str, where: str, row: Row, number: int) -> TaskRow:
+def _converted(family: str, where: str, row: JsonObject, number: int) -> TaskRow:
     prompt_field = "input_prompt" if "input_prompt" in row else "prompt"
     prompt = text_field(where, row, prompt_field)
     return TaskRow(str(row.get("id", number)), {"input": prompt}, (_reference(family, where, row),))
 
 
-def _reference(family: str, where: str, row: Row) -> str:
+def _reference(family: str, where: str, row: JsonObject) -> str:
     try:
         if family == "countdown":
             return _countdown_reference(row["item"])

@@ -20,7 +20,7 @@ from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, tex
 from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
-from keepsight.files import Row, read_json
+from keepsight.files import JsonObject, read_json
 
 if TYPE_CHECKING:
     pass
@@ -68,7 +68,7 @@ class MileBench(Benchmark):
         processor = request.processor()
         instructions, metric_name, rows = _data_set(path)
 
-        def convert(where: str, row: Row, number: int) -> TaskRow:
+        def convert(where: str, row: JsonObject, number: int) -> TaskRow:
             instance = row.get("task_instance")
             if not isinstance(instance, dict):
                 raise UserError(
@@ -113,7 +113,7 @@ def _image_files(where: str, folder: Path, names: Sequence[str]) -> list[Path]:
     return images
 
 
-def _data_set(path: Path) -> tuple[Any, str, list[tuple[str, Row]]]:
+def _data_set(path: Path) -> tuple[Any, str, list[tuple[str, JsonObject]]]:
     """The instructions of a data set's file, its metric, and its rows with their places."""
     value = read_json(path)
     try:
@@ -135,7 +135,7 @@ def _data_set(path: Path) -> tuple[Any, str, list[tuple[str, Row]]]:
     return instructions, metric_name, [(f"{path}: data[{index}]", row) for index, row in enumerate(rows)]
 
 
-def _response(where: str, row: Row, metric_name: str, choices: Sequence[str]) -> str:
+def _response(where: str, row: JsonObject, metric_name: str, choices: Sequence[str]) -> str:
     response = row.get("response")
     text = str(response) if isinstance(response, str | int | float) else ""
     if not plain(text):
@@ -147,7 +147,7 @@ def _response(where: str, row: Row, metric_name: str, choices: Sequence[str]) ->
     return text
 
 
-def _instruction(where: str, instructions: Any, row: Row) -> str:
+def _instruction(where: str, instructions: Any, row: JsonObject) -> str:
     number = row.get("task_instruction_id")
     try:
         return str(instructions[number])

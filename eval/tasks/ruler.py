@@ -26,7 +26,7 @@ from keepsight.eval.tasks.benchmark import (
     text_field,
 )
 from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket, render, render_all
-from keepsight.files import Row
+from keepsight.files import JsonObject
 
 _SHORT = 4096
 """Below this length the reference makes smaller examples."""
@@ -149,7 +149,7 @@ def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedS
             code="missing",
         )
     request.notes[f"ruler {task}"] = str(folder)
-    by_length: dict[Any, list[tuple[str, Row]]] = {}
+    by_length: dict[Any, list[tuple[str, JsonObject]]] = {}
     for where, row in rows:
         by_length.setdefault(row.get("nominal"), []).append((where, row))
     make = partial(_read_sample, task, request.protocol)
@@ -161,7 +161,7 @@ def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedS
 
 
 @lru_cache(maxsize=1)
-def _rows(folder: Path) -> list[tuple[str, Row]]:
+def _rows(folder: Path) -> list[tuple[str, JsonObject]]:
     """The rows below a folder, each with its place, with their tasks in `task` and those lengths known in `nominal`.
 
     A row's task is its field `task`, else the name of its file, or of the folder for RULER's own `validation.jsonl`.
@@ -188,7 +188,7 @@ def _rows(folder: Path) -> list[tuple[str, Row]]:
     return rows
 
 
-def _read_sample(task: str, protocol: Protocol, where: str, row: Row, _: int) -> Sample:
+def _read_sample(task: str, protocol: Protocol, where: str, row: JsonObject, _: int) -> Sample:
     """A row of RULER's files as a sample, its text parted at the question and at the answer's prefix."""
     text = text_field(where, row, "input")
     answers = row.get("outputs")

@@ -13,7 +13,7 @@ from keepsight.eval.tasks.benchmark import TaskRequest, fill_in
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.pictures import render_pictured
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_in_bucket, render_turns
-from keepsight.files import Row
+from keepsight.files import JsonObject
 
 _CONTEXT = "{context}"
 _DEMOS = "{demos}"
@@ -82,14 +82,14 @@ class TaskRow:
     max_new_tokens: int = 0
 
 
-Convert = Callable[[str, Row, int], TaskRow]
+Convert = Callable[[str, JsonObject, int], TaskRow]
 """A row's place, for messages, its fields and its number -> the row in our format; UserError if it cannot be one."""
 
 
 def load(
     name: str,
     entry: TaskEntry,
-    rows: Iterable[tuple[str, Row]],
+    rows: Iterable[tuple[str, JsonObject]],
     convert: Convert,
     request: TaskRequest,
     max_tokens: int | None = None,
@@ -100,7 +100,7 @@ def load(
     `processor` is the model's, for prompts with images.
     """
 
-    def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+    def make(where: str, row: JsonObject, number: int) -> list[RenderedSample]:
         task_row = convert(where, row, number)
         if task_row.turns:
             return render_turns(_turns(entry, task_row), request.tokenizer)

@@ -27,7 +27,7 @@ from keepsight.commands.parse import quoted
 from keepsight.commands.prefix import Document, Writer
 from keepsight.commands.serve import _address, _divide_threads, _environment, _min_prompt_tokens, _prefix_folder
 from keepsight.commands.variants import letters_for
-from keepsight.files import Row, from_json, write_lines, write_text
+from keepsight.files import JsonObject, from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
 from tests.refused import refused
@@ -112,7 +112,7 @@ def test_two_that_read_the_same_documents_share_them(monkeypatch: pytest.MonkeyP
     write_lines(Path("docs.jsonl"), [{"text": f"{number} {LONG}"} for number in range(4)])
     read, both, own = list[str](), Barrier(2), Writer._prefill
 
-    def counted(self: Writer, key: str, document: Document) -> Row:
+    def counted(self: Writer, key: str, document: Document) -> JsonObject:
         read.append(document.source)
         if len(read) <= 2:
             both.wait(300)  # until the other reads a document too

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.eval.record import Row, RowStore
+from keepsight.eval.record import ResultRow, RowStore
 from keepsight.eval.sweep import Variant, plan, sweep
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
@@ -13,12 +13,12 @@ from keepsight.models.targets import Target
 CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0, "rows": 0, "date": ""}
 
 
-def without_clocks(rows: Iterable[Row | dict[str, Any]]) -> list[dict[str, Any]]:
+def without_clocks(rows: Iterable[ResultRow | dict[str, Any]]) -> list[dict[str, Any]]:
     """The columns of rows, without what clocks decide."""
-    return [{**(row.columns() if isinstance(row, Row) else row), **CLOCKS} for row in rows]
+    return [{**(row.columns() if isinstance(row, ResultRow) else row), **CLOCKS} for row in rows]
 
 
-def comparable(rows: Iterable[Row | dict[str, Any]]) -> list[dict[str, Any]]:
+def comparable(rows: Iterable[ResultRow | dict[str, Any]]) -> list[dict[str, Any]]:
     """Without what clocks and the order of additions decide."""
     return [
         {**columns, "excess_nll": pytest.approx(columns["excess_nll"], abs=1e-4)} for columns in without_clocks(rows)
@@ -32,7 +32,7 @@ def swept(
     question: str = "seen",
     store: RowStore | None = None,
     **options: Any,
-) -> list[list[Row]]:
+) -> list[list[ResultRow]]:
     """The rows of a sweep over samples; those that the store has are not measured again."""
     groups = plan(target, samples, variants, question)
     return list(sweep(target, groups, variants, 100_000, store or RowStore(), question, **options))

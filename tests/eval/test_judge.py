@@ -9,7 +9,7 @@ import pytest
 
 from keepsight.errors import BadRow, Code
 from keepsight.eval.judge import LONGBENCH_WRITE, Judge
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from keepsight.eval.tasks.samples import Sample
 from tests.eval.judging import endpoint
 from tests.eval.report.results import row
@@ -23,7 +23,7 @@ TEXT = Sample("0", "longwriter", 512, "Write 100 words.", (), LONGBENCH_WRITE, 1
 MARKS = {"Relevance": 5, "Accuracy": 4, "Coherence": 3, "Clarity": 2, "Breadth and Depth": 1, "Reading Experience": 3}
 
 
-def rows(*answers: str, before: tuple[str, ...] = ()) -> list[Row]:
+def rows(*answers: str, before: tuple[str, ...] = ()) -> list[ResultRow]:
     return [row("m", 64, math.nan, answer=answer, before=[*before] or None) for answer in answers]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.record import Row, RowStore
+from keepsight.eval.record import ResultRow, RowStore
 from keepsight.eval.sweep import Variant, groups_of, run_samples
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
@@ -91,7 +91,7 @@ def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sam
     return state, after
 
 
-def check_rows(target: Target, rows: list[Row], asked: Sample, group: Sequence[Sample]) -> None:
+def check_rows(target: Target, rows: list[ResultRow], asked: Sample, group: Sequence[Sample]) -> None:
     context, rest = ids_of(target, asked)
     answer = full_answer(target, asked)
     assert rows[0].answer == target.tokenizer.decode(answer[0], skip_special_tokens=True)

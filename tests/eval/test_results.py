@@ -9,7 +9,7 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.kept_tokens import path_of
-from keepsight.eval.record import Cell, Digests, Key, Row, RowStore, merge, rows_so_far, rows_to_reuse
+from keepsight.eval.record import Cell, Digests, Key, ResultRow, RowStore, merge, rows_so_far, rows_to_reuse
 from keepsight.eval.report.pages import write_outputs, write_sample_pages
 from keepsight.eval.results import Run, read_run, require_same_run
 from keepsight.files import read_jsonl, write_json, write_lines
@@ -17,15 +17,15 @@ from tests.eval.report.results import row
 from tests.refused import refused
 
 SETTINGS = {"seed": 1, "command": "eval", "versions": {"torch": "2"}}
-REQUIRED = [field.name for field in fields(Row) if field.default is MISSING]
+REQUIRED = [field.name for field in fields(ResultRow) if field.default is MISSING]
 
 
-def rows(sample: str, *budgets: int | None, score: float = 1.0) -> list[Row]:
+def rows(sample: str, *budgets: int | None, score: float = 1.0) -> list[ResultRow]:
     return [row("m", budget, score, sample=sample) for budget in budgets]
 
 
-def lines_of(path: Path) -> list[Row]:
-    return list(read_jsonl(path, Row))
+def lines_of(path: Path) -> list[ResultRow]:
+    return list(read_jsonl(path, ResultRow))
 
 
 def test_parts_are_merged_once(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ WRONG = {"object": {"a": [1]}, "text": "\x1b[2J", "null": None, "true": True, "n
 def test_a_wrong_column_is_one_line_when_it_is_read(tmp_path: Path, wrong: object) -> None:
     """Signed again, so that no digest shows it."""
     allowed = TEXTS if isinstance(wrong, str) else MAY_BE_NULL if wrong is None else ()
-    for column in (field.name for field in fields(Row)):
+    for column in (field.name for field in fields(ResultRow)):
         first, second = (row("m", budget, 1.0).columns() for budget in (64, 32))
         write_lines(tmp_path / "results.jsonl", [first, second | {column: wrong}])
         write_json(tmp_path / "settings.json", SETTINGS)

@@ -15,7 +15,7 @@ from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.answers import Sampling
-from keepsight.eval.record import Row, RowStore
+from keepsight.eval.record import ResultRow, RowStore
 from keepsight.eval.sweep import Refused, Variant, check_samples, run_samples
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.card import Provenance
@@ -58,7 +58,7 @@ def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[V
 
 
 @pytest.fixture(scope="module")
-def rows(target: Target, variants: list[Variant]) -> list[Row]:
+def rows(target: Target, variants: list[Variant]) -> list[ResultRow]:
     return run(target, SAMPLE, variants)
 
 
@@ -66,7 +66,7 @@ def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
     return render(sample, target.tokenizer).prompt_ids[None].to(target.model.device)
 
 
-def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[Row]:
+def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[ResultRow]:
     return run_samples(target, [render(sample, target.tokenizer)], variants, batch_tokens)[0]
 
 
@@ -76,7 +76,7 @@ def alone(method: Any) -> Any:
     return replace(method, observer=DraftObserver(OwnAnswer(SAMPLE.max_new_tokens))) if own else method
 
 
-def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[Row]) -> None:
+def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[ResultRow]) -> None:
     assert [row.method for row in rows].count("full") == 1
     full, tokens = rows[0], ids_of(target).shape[1]
     assert (full.method, full.budget, full.agreement) == ("full", None, 1.0)
@@ -85,7 +85,7 @@ def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows:
     assert full.references == ["fox"] and (full.task, full.length, full.sample) == ("test", 256, "one")
 
 
-def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[Row]) -> None:
+def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[ResultRow]) -> None:
     full, whole = rows[0], rows[-1]
     assert (whole.method, whole.budget) == ("lookaheadkv", 100_000)
     assert abs(whole.excess_nll) < 1e-4
@@ -93,7 +93,7 @@ def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[Row]) -> None:
     assert without_clocks([same]) == without_clocks([full])
 
 
-def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[Row]) -> None:
+def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[ResultRow]) -> None:
     ids = ids_of(target)
     options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     for row, method in zip(rows, [FullCache(), *(variant.method for variant in variants)], strict=True):
@@ -102,7 +102,7 @@ def test_answers_equal_generate_one_by_one(target: Target, variants: list[Varian
     assert len({row.answer for row in rows}) > 4
 
 
-def test_scores_equal_those_of_each_cache_alone(target: Target, variants: list[Variant], rows: list[Row]) -> None:
+def test_scores_equal_those_of_each_cache_alone(target: Target, variants: list[Variant], rows: list[ResultRow]) -> None:
     prefilled = prefill(target.model, ids_of(target))
     options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     answer = generate(target.model, ids_of(target), FullCache(), **options)
@@ -135,7 +135,7 @@ def test_answers_of_one_token(target: Target, variants: list[Variant], ending: b
 
 @pytest.mark.parametrize("batch_tokens", [1, 400])
 def test_the_size_of_batches_changes_nothing(
-    target: Target, variants: list[Variant], rows: list[Row], batch_tokens: int
+    target: Target, variants: list[Variant], rows: list[ResultRow], batch_tokens: int
 ) -> None:
     assert without_clocks(run(target, SAMPLE, variants, batch_tokens)) == comparable(rows)
 
@@ -263,7 +263,7 @@ def test_answers_may_be_sampled(target: Target) -> None:
     variants = [Variant("whole", SnapKV(10_000)), Variant("snapkv", SnapKV(40)), Variant("every", every)]
     rendered = [render(SAMPLE, target.tokenizer)]
 
-    def made(seed: int) -> list[Row]:
+    def made(seed: int) -> list[ResultRow]:
         return run_samples(target, rendered, variants, MANY, sampling=Sampling(1.5, 0.95, seed))[0]
 
     full, whole, evicted, alone = made(0)

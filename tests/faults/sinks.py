@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from keepsight.eval.report.pages import tables_of, write_comparison, write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
 from keepsight.eval.results import Run
@@ -67,7 +67,7 @@ def _json(world: World, folder: Path, rng: Random) -> str:
     return "right"
 
 
-def _rows(rng: Random | None) -> list[Row]:
+def _rows(rng: Random | None) -> list[ResultRow]:
     """Two methods on two samples of one task; hostile where there is a `rng`."""
     texts = [hostile(rng) if rng else "plain" for _ in range(8)]
     made = []

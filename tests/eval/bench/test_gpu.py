@@ -14,7 +14,16 @@ from transformers import LlamaConfig
 from keepsight.errors import UserError
 from keepsight.eval.bench import gpu, roofline
 from keepsight.eval.bench.gpu import Bench, Results, main, run
-from keepsight.eval.bench.roofline import KERNELS, METHODS, Card, Figures, Row, all_rows, known_card, memory_and_traffic
+from keepsight.eval.bench.roofline import (
+    KERNELS,
+    METHODS,
+    Card,
+    Figures,
+    GpuRow,
+    all_rows,
+    known_card,
+    memory_and_traffic,
+)
 from keepsight.runtime.join import join
 from keepsight.runtime.state import State
 
@@ -46,7 +55,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
 
 @pytest.mark.parametrize("method", [each for each in METHODS if "flash" not in each])
 def test_every_method_is_measured_and_holds_the_bytes_that_arithmetic_says(method: str, tiny: LlamaConfig) -> None:
-    figures = Bench(CPU, CARD).measure(Row("generate", "tiny", 200, method))
+    figures = Bench(CPU, CARD).measure(GpuRow("generate", "tiny", 200, method))
     assert figures.kv_bytes == memory_and_traffic(method, tiny, 200)[0]
     assert figures.rows == 2 and all(getattr(figures, name) > 0 for name in ("first_s", "step_s", "batch_s"))
     assert figures.peak_bytes and figures.batch_peak_bytes
@@ -64,42 +73,42 @@ def test_a_batch_that_runs_out_of_memory_loses_an_eighth_of_its_rows(
     tried = list[int]()
     monkeypatch.setattr(gpu, "join", limited)
     monkeypatch.setattr(gpu, "rows_that_fit", lambda row, card: 17)
-    figures = Bench(CPU, CARD).measure(Row("generate", "tiny", 100, "snapkv"))
+    figures = Bench(CPU, CARD).measure(GpuRow("generate", "tiny", 100, "snapkv"))
     assert tried == [17, 15, 14, 13, 12, 11, 10] and figures.rows == 10 and figures.batch_s
 
 
 def test_a_training_step_and_a_kernel_are_measured(tiny: LlamaConfig) -> None:
-    step = Bench(CPU, CARD).measure(Row("train", "tiny", 64, "lookahead module"))
+    step = Bench(CPU, CARD).measure(GpuRow("train", "tiny", 64, "lookahead module"))
     assert step.first_s and step.step_s and step.share == step.step_s / step.first_s and step.peak_bytes
-    kernel = Bench(CPU, CARD).measure(Row("attention", "tiny", 64, "sdpa"))
+    kernel = Bench(CPU, CARD).measure(GpuRow("attention", "tiny", 64, "sdpa"))
     assert kernel.first_s and kernel.step_s and kernel.kv_bytes == 2 * 2 * 64 * 2 * 32
 
 
 def test_rooflines_of_a_prompt_and_of_steps() -> None:
     """Llama-3.1-8B: 6.98e9 weights in its layers, 0.53e9 in its logits, 131,072 bytes a token."""
-    card, row = Card("?", 1e15, 1e12, 80 * 10**9), Row("generate", "llama-3.1-8b", 8192, "full")
+    card, row = Card("?", 1e15, 1e12, 80 * 10**9), GpuRow("generate", "llama-3.1-8b", 8192, "full")
     layers, logits = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336), 4096 * 128256
     least = roofline.roofline(row, card, rows=4)
     assert least.first_s == pytest.approx((2 * 8192 * layers + 4 * 8192 * 4096 * 4096 * 32) / 1e15)
     norms = 65 * 4096
     assert least.step_s and least.step_s == pytest.approx((2 * (layers + logits + norms) + 8192 * 131072) / 1e12)
     assert least.batch_s == pytest.approx(least.step_s + 3 * 8192 * 131072 / 1e12)
-    many = roofline.roofline(Row("generate", "llama-3.1-8b", 8192, "snapkv"), card, rows=4096)
+    many = roofline.roofline(GpuRow("generate", "llama-3.1-8b", 8192, "snapkv"), card, rows=4096)
     assert many.batch_s == pytest.approx((2 * (layers + logits + norms) + 4096 * 1024 * 131072) / 1e12)
     slow = roofline.roofline(row, Card("?", 1e12, 1e15, 80 * 10**9), rows=1)
     assert slow.step_s == pytest.approx((2 * (layers + logits) + 4 * 4096 * 8192 * 32) / 1e12)
 
 
 def test_batches_fit_the_card_and_the_memory_beside_it() -> None:
-    card, row = known_card("H100"), Row("generate", "llama-3.1-8b", 131072, "full")
+    card, row = known_card("H100"), GpuRow("generate", "llama-3.1-8b", 131072, "full")
     assert roofline.roofline(row, card).rows == 2
-    offloaded = Row("generate", "llama-3.1-8b", 32768, "specontext, offloaded")
+    offloaded = GpuRow("generate", "llama-3.1-8b", 32768, "specontext, offloaded")
     assert roofline.roofline(offloaded, card).rows == int(128 * 0.8 / (2 * 4))
     with pytest.raises(UserError, match="--card 'TPU' is unknown"):
         known_card("TPU")
 
 
-ROWS = [Row("generate", "tiny", 100 + place, "full") for place in range(4)]
+ROWS = [GpuRow("generate", "tiny", 100 + place, "full") for place in range(4)]
 
 
 class Pretended:
@@ -110,7 +119,7 @@ class Pretended:
     def __init__(self, **by_tokens: Callable[[], Figures]) -> None:
         self.by_tokens, self.measured = by_tokens, list[int]()
 
-    def measure(self, row: Row) -> Figures:
+    def measure(self, row: GpuRow) -> Figures:
         self.measured.append(row.tokens)
         return self.by_tokens.get(f"at{row.tokens}", lambda: Figures(1.0, 0.5, 0.25, 2, 0.5, 1, 1, 1))()
 

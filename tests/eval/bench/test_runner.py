@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.eval.bench.runner import Row, Runner, runner_in
+from keepsight.eval.bench.runner import Runner, TableRow, runner_in
 from keepsight.models.identity import Identity, MadeWith
 from keepsight.tables import TerminalColumn, name_column
 from tests.refused import refused
@@ -22,10 +22,10 @@ class Stopped(Exception):
     """The end of a run that does not get any further."""
 
 
-def measured_rows(runner: Runner, lengths: list[int], measured: list[Any], stop_after: int = 100) -> list[Row]:
+def measured_rows(runner: Runner, lengths: list[int], measured: list[Any], stop_after: int = 100) -> list[TableRow]:
     """The rows of all methods at all lengths; what is measured is added to `measured`, until it has `stop_after`."""
 
-    def measure(milliseconds: float, length: int) -> Row:
+    def measure(milliseconds: float, length: int) -> TableRow:
         if len(measured) == stop_after:
             raise Stopped
         measured.append((length, milliseconds))
@@ -62,12 +62,12 @@ def test_a_case_may_have_rows_of_its_own(tmp_path: Path) -> None:
     """As where methods take turns; the columns of the case come first."""
     measured = []
 
-    def measure(length: int) -> Iterator[Row]:
+    def measure(length: int) -> Iterator[TableRow]:
         measured.append(length)
         for name in METHODS:
             yield {"method": name, "ms": length}
 
-    cases: list[tuple[Row, int]] = [({"tokens": length}, length) for length in (3, 6)]
+    cases: list[tuple[TableRow, int]] = [({"tokens": length}, length) for length in (3, 6)]
     for _ in range(2):
         rows = list(Runner(tmp_path).rows("evict", cases, measure))
         assert [list(row.values()) for row in rows] == [[n, name, n] for n in (3, 6) for name in METHODS]
@@ -83,11 +83,11 @@ def test_a_case_that_a_kill_has_cut_off_is_measured_again(
     """Within a line, and between two."""
     measured = []
 
-    def measure(length: int) -> list[Row]:
+    def measure(length: int) -> list[TableRow]:
         measured.append(length)
         return [{"method": name, "ms": length} for name in METHODS]
 
-    cases: list[tuple[Row, int]] = [({"tokens": length}, length) for length in (3, 6)]
+    cases: list[tuple[TableRow, int]] = [({"tokens": length}, length) for length in (3, 6)]
     rows = list(Runner(tmp_path).rows("evict", cases, measure))
     path = tmp_path / "evict.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]) + torn)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from tests.eval.report.results import two_tasks
 
 
 @pytest.fixture
-def rows() -> list[Row]:
+def rows() -> list[ResultRow]:
     """See `two_tasks`."""
     return two_tasks()

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keepsight.eval.record import Key, Phases, Row
+from keepsight.eval.record import Key, Phases, ResultRow
 from keepsight.eval.report.pages import plots_of, tables_of, write_report
 from keepsight.eval.report.summary import findings, summarize
 from keepsight.eval.results import Run
 
 
-def row(method: str, budget: float | None, score: float, **changes: object) -> Row:
+def row(method: str, budget: float | None, score: float, **changes: object) -> ResultRow:
     """A row with what `changes` says, under another needle depth for each number in `sample`."""
     sample = str(changes.get("sample", "0"))
     columns: dict[str, Any] = {
@@ -44,10 +44,10 @@ def row(method: str, budget: float | None, score: float, **changes: object) -> R
         "sample_digest": None,
         "inputs_digest": None,
     }
-    return Row(**{**columns, **changes})
+    return ResultRow(**{**columns, **changes})
 
 
-def two_tasks() -> list[Row]:
+def two_tasks() -> list[ResultRow]:
     """Two tasks with different numbers of samples; the full cache, two methods, two budgets."""
     made = []
     for task, samples in (("niah_single", 4), ("qa, short", 2)):

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from keepsight.eval.report import figures as drawing
 from keepsight.eval.report import plots, summary
 from keepsight.eval.report.plots import depth_plot
@@ -24,7 +24,7 @@ def line_of(panel: Axes, method: str) -> tuple[list[float], list[float]]:
     return list(np.asarray(line.get_xdata(), float)), list(np.asarray(line.get_ydata(), float))
 
 
-def test_scores_figure_draws_each_method_at_its_budgets(rows: list[Row]) -> None:
+def test_scores_figure_draws_each_method_at_its_budgets(rows: list[ResultRow]) -> None:
     panels = panels_by_title(plots.scores_plot(summary.summarize(rows)).figure())
     assert list(panels) == ["niah_single, 512 tokens", "qa, short, 512 tokens"]
     panel = panels["niah_single, 512 tokens"]
@@ -49,7 +49,7 @@ def test_shares_of_the_prompt_stand_beside_numbers_of_entries() -> None:
     assert line_of(panel, "snapkv")[0] == pytest.approx([0.1], rel=0.1)
 
 
-def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
+def test_a_method_has_one_colour_in_every_figure(rows: list[ResultRow]) -> None:
     lines = summary.summarize([*rows, row("mymethod", 64, 0.5)])
     figures = [make(lines).figure() for make in (plots.scores_plot, plots.excess_nll_plot, plots.overview_plot)]
     for method in ("snapkv", "lookaheadkv", "mymethod"):
@@ -65,7 +65,7 @@ def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
     assert len({style.colour for style in drawing.STYLES.values()}) == len(drawing.STYLES)
 
 
-def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row]) -> None:
+def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[ResultRow]) -> None:
     deeper = [replace(line, length=1024, score=0.25) for line in rows if line.method == "snapkv"]
     few = depth_plot([*rows, *deeper])
     assert few is None, "a cell needs three samples"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from keepsight.eval.report import pages as report
 from keepsight.eval.report.figures import styles_of
 from keepsight.eval.report.pages import choose_examples, write_inspect_page
@@ -22,7 +22,7 @@ from keepsight.eval.results import Run
 from tests.eval.report.results import row, write_page
 
 
-def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: Path) -> None:
+def test_report_is_one_file_that_needs_nothing_else(rows: list[ResultRow], tmp_path: Path) -> None:
     settings = {
         "command": "keepsight eval x",
         "versions": {"torch": "2.13"},
@@ -50,7 +50,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
     assert "prefers-color-scheme: dark" in page
 
 
-def test_report_escapes_what_the_model_wrote(rows: list[Row], tmp_path: Path) -> None:
+def test_report_escapes_what_the_model_wrote(rows: list[ResultRow], tmp_path: Path) -> None:
     rows[1] = replace(rows[1], answer="<script>alert(1)</script> & more", references=["<b>4711</b>"])
     write_page([Run(tmp_path, rows, {"note": "<i>settings</i>"})], tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def test_a_head_that_no_method_read_is_not_named(tmp_path: Path) -> None:
     assert "retrieval head" not in head
 
 
-def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> None:
+def test_tables_on_the_page_have_intervals(rows: list[ResultRow], tmp_path: Path) -> None:
     write_page([Run(tmp_path, rows, {})], tmp_path)
     page = (tmp_path / "report.html").read_text("utf-8")
     for table in report.tables_of(rows, summarize(rows))[:3]:
@@ -86,7 +86,7 @@ def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> N
         assert any(ends) and re.findall("<small>([^<]+)</small>", shown) == [each for each in ends if each]
 
 
-def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row]) -> None:
+def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[ResultRow]) -> None:
     examples = choose_examples(rows, count=3)
     assert [example.sample.task for example in examples] == ["niah_single", "qa, short", "niah_single"]
     first = examples[0]
@@ -95,7 +95,7 @@ def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row
     assert [answer.method for answer in first.answers] == ["full", "lookaheadkv", "snapkv"]
 
 
-def test_timings_are_means_with_the_full_cache_first(rows: list[Row]) -> None:
+def test_timings_are_means_with_the_full_cache_first(rows: list[ResultRow]) -> None:
     rows[0] = replace(rows[0], seconds=replace(rows[0].seconds, prefill=7.0))
     lines = cost_table(rows).rows
     assert [(line["method"], line["budget"]) for line in lines] == [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keepsight.eval.record import Row
+from keepsight.eval.record import ResultRow
 from keepsight.eval.report import summary
 from keepsight.eval.report.intervals import estimate, weighted, wilson_interval
 from keepsight.eval.report.summary import differences, findings, mean_over_tasks, summarize
@@ -19,7 +19,7 @@ from keepsight.files import write_csv
 from tests.eval.report.results import row
 
 
-def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row]) -> None:
+def test_summary_csv_holds_means_in_a_fixed_order(rows: list[ResultRow]) -> None:
     typed = summary.summary_rows(summary.summarize(rows))
     assert summary.summary_rows(summary.summarize(rows[::-1])) == typed
     found = summary.csv_cells(typed)
@@ -35,7 +35,7 @@ def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row]) -> None:
     assert tiny["excess_nll"] == "0.0000"
 
 
-def test_summary_rows_are_numbers_and_a_frame(rows: list[Row]) -> None:
+def test_summary_rows_are_numbers_and_a_frame(rows: list[ResultRow]) -> None:
     found = summary.summary_rows(summary.summarize(rows))
     full, snapkv = found[0], found[3]
     assert full["budget"] is None and full["n"] == 4 and full["score"] == 1.0
@@ -48,7 +48,7 @@ def test_summary_rows_are_numbers_and_a_frame(rows: list[Row]) -> None:
     assert frame.query("method == 'snapkv'")["score"].mean() == pytest.approx((0.25 + 0.25 + 0.5 + 0.5) / 4)
 
 
-def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
+def test_mean_over_tasks_weighs_tasks_alike(rows: list[ResultRow]) -> None:
     mean = summary.mean_over_tasks(summary.summarize(rows))
     (snapkv,) = mean.query("method == 'snapkv' and budget == 64").itertuples()
     assert snapkv.score.value == pytest.approx((1 / 4 + 1 / 2) / 2)
@@ -59,7 +59,7 @@ def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
     assert np.std(snapkv.excess_nll.draws) == pytest.approx(np.hypot(*errors) / 2, rel=0.05)
 
 
-def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[Row]) -> None:
+def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[ResultRow]) -> None:
     shown = summary.summary_table(summary.summarize([line for line in rows if line.task == "qa, short"]))
     lines = shown.splitlines()
     assert lines[0] == "qa, short, 512 tokens (prompts: 500 on average)"
@@ -88,7 +88,7 @@ def test_share_of_full_is_missing_where_full_scores_nothing() -> None:
     assert "of full" not in summary.summary_table(lines)
 
 
-def test_what_was_not_measured_is_left_out(rows: list[Row]) -> None:
+def test_what_was_not_measured_is_left_out(rows: list[ResultRow]) -> None:
     rows[1] = replace(rows[1], recall=None)
     lines = summary.mean_over_tasks(summary.summarize(rows))
     assert lines["method"].tolist()[:3] == ["full", "lookaheadkv", "snapkv"]
@@ -231,7 +231,7 @@ def test_a_mean_over_strata_draws_within_each() -> None:
     assert mostly.interval == pytest.approx([0.96 * end + 0.04 for end in parts[0].ends])
 
 
-def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[Row]) -> None:
+def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[ResultRow]) -> None:
     found = differences(mean_over_tasks(summarize(rows)))
     assert [(each.method, each.budget, each.against) for each in found.itertuples()] == [
         ("lookaheadkv", 64, "full"),
