@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.data_gen.store import TokenIds
@@ -21,6 +21,7 @@ from keepsight.errors import BadRow, UserError, one_line
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import FullCache, up_to_end
+from keepsight.runtime.sampling import warpers
 
 _UNKNOWN_FORM = (400, 404, 422)
 """HTTP statuses of servers that do not accept a form of prompts; 404 also means an unknown model."""
@@ -123,9 +124,7 @@ class _Sampling(LogitsProcessor):
     """Adds Gumbel noise from each prompt's own generator: the arg-max is a sample that does not depend on the batch."""
 
     def __init__(self, decoding: Decoding, batch: list[Rendered]) -> None:
-        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(float(decoding.temperature))])
-        if decoding.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(decoding.top_p))
+        self._warpers = warpers(decoding.temperature, decoding.top_p)
         self._generators = [torch.Generator().manual_seed(decoding.seed_of(prompt.index)) for prompt in batch]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ tokens are often equally likely, one pass over many tokens and one token at a ti
 """
 
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from typing_extensions import override
 
 from keepsight.models.decoder import cached_kv_heads, head_width
@@ -32,6 +25,7 @@ from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import PeriodicEviction, decode, stop_after, up_to_end
 from keepsight.runtime.join import join, joins_unpadded
 from keepsight.runtime.rope_length import length_limit
+from keepsight.runtime.sampling import seeded_draws, warpers
 from keepsight.runtime.state import State, read, read_one_by_one
 
 Item = TypeVar("Item")
@@ -92,15 +86,9 @@ class Limits:
 
     def sample(self, model: Reader, state: State, eviction: PeriodicEviction | None = None) -> Tensor:
         """A sampled answer [1, T] int64; the state's cache grows. The draws depend on the seed and the prompt alone."""
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.sampling.temperature))])
-        if self.sampling.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.sampling.top_p))
-        device = state.logits.device
-        seed = random.Random(f"{self.sampling.seed}:{state.tokens.tolist()}").getrandbits(31)
-        forked_devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(forked_devices):
-            torch.manual_seed(seed)
-            return self.decode(model, state, logits_processor=warpers, do_sample=True, eviction=eviction)
+        processors = warpers(self.sampling.temperature, self.sampling.top_p)
+        with seeded_draws(self.sampling.seed, state):
+            return self.decode(model, state, logits_processor=processors, do_sample=True, eviction=eviction)
 
 
 @dataclass(frozen=True)
@@ -149,7 +137,7 @@ def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: 
     if limits.sampling.temperature:
         ids = limits.sample(model, state.copy())
         speed = ids.shape[1] / (time.perf_counter() - start)
-        nll_of_rows, hits_of_rows = score(model, state, ids)
+        nll_of_rows, hits_of_rows = answer_likelihood(model, state, ids)
         nll = nll_of_rows[0]
         hits = hits_of_rows[0]
     else:
@@ -175,7 +163,7 @@ def answer_all(
         start = time.perf_counter()
         state = _read_blocks(model, join([states[index] for index in batch]), question)
         question_seconds = time.perf_counter() - start
-        for index, nll, hits in zip(batch, *score(model, state, answer), strict=True):
+        for index, nll, hits in zip(batch, *answer_likelihood(model, state, answer), strict=True):
             scored[index] = _Scored(nll, hits, question_seconds)
 
     is_sampled = limits.sampling.temperature > 0
@@ -250,15 +238,15 @@ def answer_alone(
             state = eviction.compress(state)
     question_seconds = time.perf_counter() - start
     (written,) = _write(reader, state.copy(), answer[:, :0], limits, eviction)
-    nll, hits = score(reader, state, answer, eviction)
+    nll, hits = answer_likelihood(reader, state, answer, eviction)
     return Answered(written.ids, nll[0], hits[0], written.tokens_per_second, question=question_seconds)
 
 
 @torch.no_grad()
-def score(
+def answer_likelihood(
     model: Reader, state: State, answer: Tensor, eviction: PeriodicEviction | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How likely an answer [1, T] is after each row of a state, which is changed.
+    """Negative log-likelihood and arg-max hits of an answer [1, T] after each row of a state; the state changes.
 
     Returns:
         The negative log-likelihood of its tokens [B, T] float32 in nats, and whether each is the arg-max [B, T] bool.

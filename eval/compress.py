@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import kendalltau
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -55,17 +56,17 @@ def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
     return mass if math.isfinite(mass) else None
 
 
-def kendall_tau(scores: Tensor, attention: Tensor) -> float:
-    """Kendall's tau-b of scores and attention, both [L, K, N] float: mean over heads; 0 for one of constant scores."""
+def kendall_taus(scores: Tensor, attention: Tensor) -> NDArray[np.float64]:
+    """Kendall's tau-b [L, K] of scores and attention, both [L, K, N] float, by head; 0 where one of them is constant."""
     length = scores.shape[-1]
     positions = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
-    scores_of_heads = scores[..., positions.to(scores.device)].flatten(0, -2).cpu().numpy()
-    attention_of_heads = attention[..., positions.to(attention.device)].flatten(0, -2).cpu().numpy()
-    taus = []
-    for scores_of_head, attention_of_head in zip(scores_of_heads, attention_of_heads, strict=True):
-        result: Any = kendalltau(scores_of_head, attention_of_head)
-        taus.append(np.nan_to_num(result.statistic))
-    return float(np.mean(taus))
+    scores_of_heads = scores[..., positions.to(scores.device)].cpu().numpy()
+    attention_of_heads = attention[..., positions.to(attention.device)].cpu().numpy()
+    taus = np.zeros(scores.shape[:2])
+    for layer, head in np.ndindex(*taus.shape):
+        result: Any = kendalltau(scores_of_heads[layer, head], attention_of_heads[layer, head])
+        taus[layer, head] = np.nan_to_num(result.statistic)
+    return taus
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,14 @@ class SharedPrompt:
         return self.attention().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
     def tau(self, method: Method) -> float | None:
-        """Kendall's tau of a method's scores before pooling and `attention`; None where it has scored nothing."""
+        """Kendall's tau of a method's scores before pooling and `attention`, the mean over heads; None without scores."""
         if not isinstance(method, Evict):
             return None
         key = (method.bound_observer, method.reduce)
         if key not in self._observed:
             return None
         if key not in self._taus:
-            self._taus[key] = kendall_tau(self._by_kv_head(*key), self.attention())
+            self._taus[key] = float(kendall_taus(self._by_kv_head(*key), self.attention()).mean())
         return self._taus[key]
 
     def scores(self, method: Evict) -> Tensor:

@@ -21,7 +21,7 @@ from transformers.generation import StoppingCriteria
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import score
+from keepsight.eval.answers import answer_likelihood
 from keepsight.models.answer_text import AnswerText
 from keepsight.models.chat import chat_text, encode
 from keepsight.models.decoder import context_of
@@ -183,7 +183,7 @@ class HarnessModel(TemplateLM):
             answer = torch.tensor([continuation], device=self.device)
             reader = self.method.reader(self.model)
             eviction = self.method.periodic_eviction(self.model)
-            nll, hits = score(reader, state.copy(), answer, eviction)
+            nll, hits = answer_likelihood(reader, state.copy(), answer, eviction)
             yield request, (-nll.sum().item(), bool(hits.all()))
 
     def _fitting(self, context: list[int], answer_tokens: int) -> Tensor:

@@ -6,17 +6,14 @@ head (LookaheadKV, arXiv 2603.10899, section 2). For a draft model that scores t
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
-from scipy.stats import kendalltau
 from torch import Tensor
 from torch.nn import functional
 
 from keepsight.errors import UserError
 from keepsight.eval.by_head import ByHead, rounded
-from keepsight.eval.compress import SharedPrompt, needs_of_all
+from keepsight.eval.compress import SharedPrompt, kendall_taus, needs_of_all
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
@@ -26,8 +23,6 @@ from keepsight.runtime.importance import top_mask
 from keepsight.runtime.prompt_compression.specpc import SpecPC
 from keepsight.runtime.state import prefill
 
-_RANKED = 512
-"""Kendall's tau is computed over at most so many entries, evenly spaced over a longer prompt."""
 _POINTS = 200
 
 
@@ -108,20 +103,8 @@ def _likeness(scores: Tensor, reference: Tensor) -> dict[str, ByHead]:
     return {
         "cosine": rounded(functional.cosine_similarity(scores, reference, dim=-1)),
         "correlation": rounded(functional.cosine_similarity(scores_about_mean, reference_about_mean, dim=-1)),
-        "tau": _taus(scores, reference),
+        "tau": rounded(torch.from_numpy(kendall_taus(scores, reference))),
     }
-
-
-def _taus(scores: Tensor, reference: Tensor) -> ByHead:
-    length = scores.shape[-1]
-    positions = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
-    scores_of_heads = scores[..., positions.to(scores.device)].cpu().numpy()
-    reference_of_heads = reference[..., positions.to(reference.device)].cpu().numpy()
-    taus = np.zeros(scores.shape[:2])
-    for layer, head in np.ndindex(*taus.shape):
-        result: Any = kendalltau(scores_of_heads[layer, head], reference_of_heads[layer, head])
-        taus[layer, head] = np.nan_to_num(result.statistic)
-    return rounded(torch.from_numpy(taus))
 
 
 def _points(reference: Tensor, scores: Tensor) -> list[list[float]]:

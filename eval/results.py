@@ -24,8 +24,8 @@ MAX_LABEL = 48
 """A longer list of differing settings is no label."""
 
 
-class MadeWith(TypedDict):
-    """The fields of `settings.json` that are read again; it has more."""
+class RunSettings(TypedDict):
+    """The fields of a run's `settings.json` that are read again; it has more."""
 
     target: NotRequired[dict[str, Any] | None]
     versions: NotRequired[dict[str, str] | None]
@@ -43,7 +43,7 @@ def require_same_run(
     if not rows:
         return
     settings = _settings_compared(settings)
-    before = _settings_compared(read_json(folder / SETTINGS, MadeWith))
+    before = _settings_compared(read_json(folder / SETTINGS, RunSettings))
     left_out = [row for row in rows if (row.key, row.cell) not in planned]
     changed = []
     for name, value in settings.items():
@@ -118,7 +118,7 @@ def read_run(folder: str | Path) -> Run:
             field="runs",
             code="missing",
         )
-    return Run(folder, rows, read_json(folder / SETTINGS, MadeWith))
+    return Run(folder, rows, read_json(folder / SETTINGS, RunSettings))
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -231,9 +231,9 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
     common = set.intersection(*samples_of_runs)
     for run, samples in zip(runs, samples_of_runs, strict=True):
         if "samples" not in allow and samples != common:
-            few = f"{len(samples - common)} of its {len(samples)} samples are not in every other run"
+            difference = f"{len(samples - common)} of its {len(samples)} samples are not in every other run"
             advice = "allow=[samples] compares the others, or, where there are none, the means"
-            raise UserError(f"{run.folder}: {few}; {advice}", field="runs", code="range")
+            raise UserError(f"{run.folder}: {difference}; {advice}", field="runs", code="range")
     if not common:
         return list(runs)
     common_keys = {key for key, _ in common}

@@ -103,7 +103,7 @@ class Question:
 class KeptQuality:
     """How well a variant's kept entries match the answer's attention; None where that is not known.
 
-    See `recall`, `attention_mass` and `kendall_tau` of `keepsight.eval.compress`.
+    See `recall`, `attention_mass` and `kendall_taus` of `keepsight.eval.compress`.
     """
 
     recall: float | None

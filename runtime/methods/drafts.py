@@ -1,6 +1,5 @@
 """Methods whose observers are tokens after the prompt: the oracle (the answer itself), DapQ (pseudo tokens)."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -9,7 +8,6 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 from typing_extensions import override
 
 from keepsight.errors import Positive, UserError, Whole
@@ -27,6 +25,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
+from keepsight.runtime.sampling import seeded_draws, warpers
 from keepsight.runtime.state import State
 
 
@@ -68,13 +67,10 @@ class SampledAnswer(Drafter):
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         end = end_ids(model)
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
-        seed = random.Random(f"{self.seed}:{state.tokens.tolist()}").getrandbits(31)
-        device = state.logits.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            stop = stop_after(self.max_new_tokens, end)
-            decoded = decode(model, state.copy(), stop, pad_token=0, logits_processor=warpers, do_sample=True)
+        stop = stop_after(self.max_new_tokens, end)
+        options: dict[str, Any] = {"logits_processor": warpers(self.temperature), "do_sample": True}
+        with seeded_draws(self.seed, state):
+            decoded = decode(model, state.copy(), stop, pad_token=0, **options)
         return DraftIds(decoded.ids, until_end(decoded.ids, end))
 
     @override
