@@ -57,7 +57,7 @@ def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
 
 
 def kendall_taus(scores: Tensor, attention: Tensor) -> NDArray[np.float64]:
-    """Kendall's tau-b [L, K] of scores and attention, both [L, K, N] float, by head; 0 where one of them is constant."""
+    """Kendall's tau-b [L, K] of scores and attention, both [L, K, N] float, by head; 0 where one is constant."""
     length = scores.shape[-1]
     positions = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
     scores_of_heads = scores[..., positions.to(scores.device)].cpu().numpy()
@@ -158,7 +158,10 @@ class SharedPrompt:
         return self.attention().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
     def tau(self, method: Method) -> float | None:
-        """Kendall's tau of a method's scores before pooling and `attention`, the mean over heads; None without scores."""
+        """Kendall's tau of a method's scores before pooling and `attention`, the mean over heads.
+
+        None where the method has scored nothing.
+        """
         if not isinstance(method, Evict):
             return None
         key = (method.bound_observer, method.reduce)

@@ -14,7 +14,7 @@ from transformers.generation import StoppingCriteriaList
 
 from keepsight.errors import UserError, one_line
 from keepsight.eval.answers import default_batch_tokens, entry_bytes, free_tokens
-from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
+from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, row_bytes_with_room, seconds_of
 from keepsight.eval.bench.offload import random_state
 from keepsight.eval.bench.runner import Runner, TableRow, with_ratios
 from keepsight.eval.record import RowStore
@@ -33,7 +33,6 @@ from keepsight.runtime.drafting.speculative import (
 )
 from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, end_ids, generate, stop_after
 from keepsight.runtime.join import can_join, join
-from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.retrieval.specontext import HeadSelector, RetrievalCache
 from keepsight.runtime.sparse_read.cache import LayerSelector
 from keepsight.runtime.state import Needs, State, full_layers, prefill
@@ -156,7 +155,7 @@ def _in_largest_batch(model: PreTrainedModel, method: Method, ids: Tensor) -> tu
     alone = method.start(model, ids)
     length = ids.shape[1]
     config = model.config.get_text_config()
-    row_bytes = alone.kv_bytes * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size  # and room to grow
+    row_bytes = row_bytes_with_room(alone.kv_bytes, config)
     rows = int(min(free_tokens(model) * entry_bytes(model) * 0.9 / row_bytes, _MOST_ROWS))
     if not can_join(alone):  # it may hold entries in CPU memory, which come in powers of two
         rows = min(rows, int(psutil.virtual_memory().available * 0.4 / (entry_bytes(model) * length)))

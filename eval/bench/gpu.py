@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ STEPS = 16
 TURNS = 3
 MakeMethod = Callable[[PreTrainedModel], CacheMethod]
 Kind = TypeVar("Kind")
+Measured = TypeVar("Measured")
 
 
 def _lookahead(model: PreTrainedModel, **settings: Any) -> CacheMethod:
@@ -89,6 +90,53 @@ MAKE_METHOD: dict[str, MakeMethod] = {
     "specontext, offloaded": partial(_specontext, offload=True),
     "quest": lambda model: Quest(BUDGET),
 }
+
+
+class Start(NamedTuple):
+    """What it costs to read and compress a prompt.
+
+    Attributes:
+        seconds: Seconds to the first token.
+        share: Of these seconds, those beyond a plain prefill, as a share of the prefill's.
+        peak_bytes: The most beyond the weights, while the prompt is read.
+    """
+
+    seconds: float
+    share: float
+    peak_bytes: int
+
+
+@torch.no_grad()
+def timed_start(model: PreTrainedModel, method: CacheMethod, ids: Tensor, turns: int) -> tuple[State, Start]:
+    """The state of prompts [B, N] under a method, and its cost: medians of turns, each after a plain prefill.
+
+    One more turn comes first and is dropped, since it loads kernels.
+    """
+    states: list[State] = []
+    plain_seconds: list[float] = []
+    method_seconds: list[float] = []
+    peak = 0
+
+    def start() -> None:
+        states.append(method.start(model, ids))
+
+    for _ in range(1 + turns):
+        states.clear()  # one state at a time is in memory
+        plain_seconds.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
+        peak = peak_bytes(lambda: method_seconds.append(seconds_of(start)))
+    ratios = [seconds / plain for seconds, plain in zip(method_seconds, plain_seconds, strict=True)]
+    return states.pop(), Start(statistics.median(method_seconds[1:]), statistics.median(ratios[1:]) - 1, peak)
+
+
+def batches_of(model: PreTrainedModel, method: CacheMethod, state: State, tokens: int) -> Callable[[int], State]:
+    """A function of a number of rows that makes a batch to decode from, without recordings.
+
+    Its rows are copies of the one-row state, or random entries of `tokens` tokens each where states cannot be joined.
+    """
+    if can_join(state):
+        alone = state.unrecorded()
+        return lambda rows: join([alone] * rows)
+    return lambda rows: method.compress_state(model, random_state(model, Needs(), rows, tokens)).unrecorded()
 
 
 class Bench:
@@ -137,47 +185,40 @@ class Bench:
     def _generate(self, model: Any, row: GpuRow) -> Figures:
         method = MAKE_METHOD[row.method](model)
         reader = method.reader(model)
-        ids = random_ids(model, 1, row.tokens)
-        figures = Figures()
-        read_greedily(reader, method.start(model, ids[:, : 2 * BUDGET]), 2)  # loads kernels
-
-        states: list[State] = []
-        plain_seconds: list[float] = []
-        method_seconds: list[float] = []
-
-        def start() -> None:
-            states.clear()
-            states.append(method.start(model, ids))
-
         turns = TURNS if row.tokens < max(TOKENS) else 1
-        for _ in range(turns):
-            states.clear()
-            plain_seconds.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
-            figures.peak_bytes = peak_bytes(lambda: method_seconds.append(seconds_of(start)))
-        ratios = [seconds / plain for seconds, plain in zip(method_seconds, plain_seconds, strict=True)]
-        figures.first_s = statistics.median(method_seconds)
-        figures.share = statistics.median(ratios) - 1
-        figures.kv_bytes = states[0].kv_bytes
-        figures.step_s = _step(reader, states[0].copy())
-        figures.rows = rows_that_fit(row, self.card)
-        if not can_join(states[0]):
-            states.clear()  # a batch is made of random entries
+        state, start = timed_start(model, method, random_ids(model, 1, row.tokens), turns)
+        figures = Figures(
+            first_s=start.seconds,
+            share=start.share,
+            step_s=_step(reader, state.copy()),
+            kv_bytes=state.kv_bytes,
+            peak_bytes=start.peak_bytes,
+        )
+        batch_of = batches_of(model, method, state, row.tokens)
+        del state  # a batch of random entries needs its memory
 
-        def decode_batch() -> None:
-            rows = figures.rows or 0
-            if states:
-                state = join(states * rows)
-            else:
-                state = method.compress_state(model, random_state(model, Needs(), rows, row.tokens))
-            figures.batch_s = _step(reader, state.unrecorded())
+        def decode_batch(rows: int) -> tuple[float, int]:
+            seconds: list[float] = []
+            peak = peak_bytes(lambda: seconds.append(_step(reader, batch_of(rows))))
+            return seconds[0], peak
 
-        while figures.rows and figures.batch_s is None:
-            try:
-                figures.batch_peak_bytes = peak_bytes(decode_batch)
-            except torch.OutOfMemoryError:
-                figures.rows -= max(1, figures.rows // 8)
-            self.free()
+        figures.rows, figures_of_batch = self.largest_batch(rows_that_fit(row, self.card), decode_batch)
+        if figures_of_batch is not None:
+            figures.batch_s, figures.batch_peak_bytes = figures_of_batch
         return figures
+
+    def largest_batch(self, rows: int, measure: Callable[[int], Measured]) -> tuple[int, Measured | None]:
+        """The rows of the largest batch that fits, of at most `rows`, and what `measure` finds in it.
+
+        Where memory runs out, an eighth of the rows is left out; 0 and None where not even one fits.
+        """
+        while rows:
+            self.free()
+            try:
+                return rows, measure(rows)
+            except torch.OutOfMemoryError:
+                rows -= max(1, rows // 8)
+        return 0, None
 
     def training_step(self, model: Any, row: GpuRow) -> Figures:
         """Seconds of a training step of a lookahead module, against a prefill."""
@@ -403,12 +444,19 @@ TABLE = LiveTable(
 
 def text_of(row: GpuRow, figures: Figures, least: Figures, note: str | None = None) -> str:
     """A line: each figure, and its roofline behind it."""
-    kv_bytes = figures.kv_bytes or least.kv_bytes
-    peak = figures.peak_bytes or least.peak_bytes
     cells = {
         "model": row.model,
         "tokens": row.tokens,
         "what": row.method if row.kind == "generate" else f"{row.kind}: {row.method}",
+    }
+    return TABLE.line(cells | figure_cells(figures, least, note))
+
+
+def figure_cells(figures: Any, least: Any, note: str | None) -> dict[str, Any]:
+    """The cells of a line that `Figures` and `gpu_day.DayFigures` share; `least` are the rooflines."""
+    kv_bytes = figures.kv_bytes or least.kv_bytes
+    peak = figures.peak_bytes or least.peak_bytes
+    return {
         "first s": with_roofline(figures.first_s, least.first_s),
         "share": figures.share,
         "step ms": with_roofline(milliseconds(figures.step_s), milliseconds(least.step_s)),
@@ -420,7 +468,6 @@ def text_of(row: GpuRow, figures: Figures, least: Figures, note: str | None = No
         "peak": size_text(peak) if peak else None,
         "note": note,
     }
-    return TABLE.line(cells)
 
 
 def with_roofline(value: float | None, floor: float | None) -> str:
@@ -444,10 +491,15 @@ def tokens_per_second(rows: int | None, step_seconds: float | None) -> float | N
     return rows / step_seconds if rows and step_seconds else None
 
 
+def card_line(card: Card) -> str:
+    """A card's rates, its memory, and the CPU memory beside it."""
+    rates = f"{card.flops / 1e12:.0f} TFLOP/s in bfloat16, {card.bandwidth / 1e12:.2f} TB/s"
+    return f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
+
+
 def dry_lines(card: Card, missing: Sequence[GpuRow]) -> Iterator[str]:
     """What would be measured: shapes, bytes, and the roofline of each figure."""
-    rates = f"{card.flops / 1e12:.0f} TFLOP/s in bfloat16, {card.bandwidth / 1e12:.2f} TB/s"
-    yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
+    yield card_line(card)
     for name, config in SHAPES.items():
         heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} KV heads of {config.head_dim}"
         entry, _, _ = memory_and_traffic("full", config, 1)

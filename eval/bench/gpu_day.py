@@ -28,14 +28,12 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, one_line
 from keepsight.eval.bench import gpu
-from keepsight.eval.bench.measure import median_seconds, peak_bytes, random_ids, read_greedily, seconds_of
-from keepsight.eval.bench.offload import random_state
+from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, seconds_of
 from keepsight.eval.bench.roofline import BUDGET, Card, GpuRow, roofline, rows_that_fit
-from keepsight.files import at_home, size_text
+from keepsight.files import at_home
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import stop_after
-from keepsight.runtime.join import can_join, join
-from keepsight.runtime.state import Needs, State, prefill
+from keepsight.runtime.state import State
 from keepsight.runtime.static_step import static_step
 from keepsight.tables import LiveTable, TerminalColumn
 
@@ -178,8 +176,8 @@ class DayBench(gpu.Bench):
                 return DayFigures(), _vllm_note()
             model = self.model(MODEL)
             if row.part == "training":
-                least = self.training_step(model, GpuRow("train", MODEL, row.tokens, row.method))
-                return DayFigures(least.first_s, least.share, least.step_s, peak_bytes=least.peak_bytes), ""
+                step = self.training_step(model, GpuRow("train", MODEL, row.tokens, row.method))
+                return DayFigures(step.first_s, step.share, step.step_s, peak_bytes=step.peak_bytes), ""
             if row.method == TRANSFORMERS:
                 return self._transformers(model, row), ""
             return self._decoding(model, row), ""
@@ -210,45 +208,23 @@ class DayBench(gpu.Bench):
         reader = method.reader(model)
         ids = random_ids(model, 1, row.tokens)
         figures = DayFigures()
-        states: list[State] = []
-
-        def start() -> None:
-            states.clear()
-            states.append(method.start(model, ids))
-
         if row.decoding == "eager":
-            plain_seconds: list[float] = []
-            method_seconds: list[float] = []
-            for _ in range(TURNS + 1):
-                states.clear()
-                plain_seconds.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
-                figures.peak_bytes = peak_bytes(lambda: method_seconds.append(seconds_of(start)))
-            ratios = [seconds / plain for seconds, plain in zip(method_seconds, plain_seconds, strict=True)]
-            figures.first_s = statistics.median(method_seconds[1:])
-            figures.share = statistics.median(ratios[1:]) - 1
+            state, start = gpu.timed_start(model, method, ids, TURNS)
+            figures.first_s = start.seconds
+            figures.share = start.share
+            figures.peak_bytes = start.peak_bytes
         else:
-            start()
-        figures.kv_bytes = states[0].kv_bytes
-        state = states[0].unrecorded()
-        self._time_alone(reader, state, row, figures)
-        joins = can_join(state)
-        if not joins:
-            states.clear()
-            del state  # a batch is made of random entries
+            state = method.start(model, ids)
+        figures.kv_bytes = state.kv_bytes
+        self._time_alone(reader, state.unrecorded(), row, figures)
+        batch_of = gpu.batches_of(model, method, state, row.tokens)
+        del state  # a batch of random entries needs its memory
 
-        def batch_of(rows: int) -> State:
-            if joins:
-                return join([state] * rows)
-            return method.compress_state(model, random_state(model, Needs(), rows, row.tokens)).unrecorded()
+        def batch_step_seconds(rows: int) -> float:
+            return self._step_seconds(reader, batch_of(rows), row)
 
-        figures.step8_s = self._step_seconds(reader, batch_of(BATCH), row)
-        figures.rows = _largest(row, self.card)
-        while figures.rows and figures.batch_s is None:
-            self.free()
-            try:
-                figures.batch_s = self._step_seconds(reader, batch_of(figures.rows), row)
-            except torch.OutOfMemoryError:
-                figures.rows -= max(1, figures.rows // 8)
+        figures.step8_s = batch_step_seconds(BATCH)
+        figures.rows, figures.batch_s = self.largest_batch(_largest(row, self.card), batch_step_seconds)
         return figures
 
     def _time_alone(self, reader: Reader, state: State, row: DayRow, figures: DayFigures) -> None:
@@ -433,33 +409,20 @@ TABLE = LiveTable(
 
 def text_of(row: DayRow, figures: DayFigures, least: DayFigures, note: str | None = None) -> str:
     """A line: each figure, and its roofline behind it."""
-    kv_bytes = figures.kv_bytes or least.kv_bytes
-    peak = figures.peak_bytes or least.peak_bytes
     cells = {
         "part": row.part,
         "tokens": row.tokens or None,
         "method": row.method,
         "decoding": row.decoding,
-        "first s": gpu.with_roofline(figures.first_s, least.first_s),
-        "share": figures.share,
-        "step ms": gpu.with_roofline(gpu.milliseconds(figures.step_s), gpu.milliseconds(least.step_s)),
         "GPU ms": gpu.milliseconds(figures.busy_s),
         f"{BATCH} rows ms": gpu.with_roofline(gpu.milliseconds(figures.step8_s), gpu.milliseconds(least.step8_s)),
-        "rows": figures.rows or least.rows or None,
-        "tokens/s": gpu.with_roofline(
-            gpu.tokens_per_second(figures.rows, figures.batch_s), gpu.tokens_per_second(least.rows, least.batch_s)
-        ),
-        "KV": size_text(kv_bytes) if kv_bytes else None,
-        "peak": size_text(peak) if peak else None,
-        "note": note,
     }
-    return TABLE.line(cells)
+    return TABLE.line(cells | gpu.figure_cells(figures, least, note))
 
 
 def dry_lines(card: Card, missing: Sequence[DayRow]) -> Iterator[str]:
     """What would be measured: bytes, and the roofline of each figure."""
-    rates = f"{card.flops / 1e12:.0f} TFLOP/s in bfloat16, {card.bandwidth / 1e12:.2f} TB/s"
-    yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
+    yield gpu.card_line(card)
     yield f"{MODEL}, budget {BUDGET}; {len(missing)} rows to measure; figure / roofline"
     yield TABLE.heading()
     for row in missing:

@@ -16,6 +16,7 @@ from keepsight.errors import UserError
 from keepsight.eval.answers import free_tokens
 from keepsight.models.decoder import context_of
 from keepsight.runtime.attention import Reader
+from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.state import State, cache_bytes, full_layers, read
 
 
@@ -37,6 +38,15 @@ def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_cont
             field="tokens",
             code="memory",
         )
+
+
+def row_bytes_with_room(stored: int, config: Any) -> float:
+    """Bytes that a batch takes for a row while it decodes, where the row's entries take `stored` bytes.
+
+    Beyond the entries these are the room that a growing cache adds (`GROWTH`), two copies of one layer, which is copied
+    where it grows and may be where attention reads it, and float32 logits twice: the last step's and the next one's.
+    """
+    return stored * (1 + GROWTH + 2 / config.num_hidden_layers) + 2 * 4 * config.vocab_size
 
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:

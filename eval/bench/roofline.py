@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
-from keepsight.eval.bench.measure import median_seconds
+from keepsight.eval.bench.measure import median_seconds, row_bytes_with_room
 from keepsight.models.decoder import head_width, input_embedding
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.methods import Quest, SpeCache
 from keepsight.tables import TerminalColumn, terminal_table
 from keepsight.train.dataset import Batch
@@ -200,10 +199,10 @@ def outline(name: str) -> PreTrainedModel:
 
 
 def rows_that_fit(row: GpuRow, card: Card) -> int:
-    """Rows of the largest batch, with room to grow and to copy a layer; at least 1."""
+    """Rows of the largest batch by `row_bytes_with_room`, at least 1."""
     config = SHAPES[row.model]
     on_device, _, in_cpu = memory_and_traffic(row.method, config, row.tokens)
-    row_bytes = on_device * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size
+    row_bytes = row_bytes_with_room(on_device, config)
     rows = min((card.memory - stored_bytes(outline(row.model))) * 0.9 / row_bytes, MOST_ROWS)
     if in_cpu:  # pinned memory comes in powers of two
         rows = min(rows, card.host * 0.8 / (2 * in_cpu))
