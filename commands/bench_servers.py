@@ -112,22 +112,22 @@ def _ours(
 ) -> ServerCommand:
     """A server of `keepsight serve` with these keys, over the method of the command."""
     values = _keys_of_serve(config, keys)
-    shared = _model_words(config)
-    words = [sys.executable, "-m", "keepsight", "serve", *shared, *_words(values)]
-    words += [f"name={MODEL_NAME}", f"rows={config.rows}", f"waiting={max(config.requests, 64)}"]
-    words.append(f"max_new_tokens={max(config.answer_tokens, 16)}")
+    shared = _model_arguments(config)
+    arguments = [sys.executable, "-m", "keepsight", "serve", *shared, *_arguments(values)]
+    arguments += [f"name={MODEL_NAME}", f"rows={config.rows}", f"waiting={max(config.requests, 64)}"]
+    arguments.append(f"max_new_tokens={max(config.answer_tokens, 16)}")
     is_vllm = bool(keys.get("vllm"))
     prefix: list[str] = []
     if is_vllm:
-        words += [f"vllm_options={quoted(_vllm_options(config, outline, load))}"]
+        arguments += [f"vllm_options={quoted(_vllm_options(config, outline, load))}"]
         if DOCUMENTS in config.workloads:
-            words.append("prefixes={folder}")
+            arguments.append("prefixes={folder}")
             names = ("method", "budget", "options", "page")
             evicting: dict[str, Any] = {name: values[name] for name in names if name in values}
-            prefix = [sys.executable, "-m", "keepsight", "prefix", *shared, *_words(evicting)]
+            prefix = [sys.executable, "-m", "keepsight", "prefix", *shared, *_arguments(evicting)]
     environment = _all_cores(config) if keys.get("reader") == "vllm" else {}
     options_text = json.dumps(keys) if has_options else ""
-    return ServerCommand(label, words, "port={}", environment, prefix, options_text, is_vllm)
+    return ServerCommand(label, arguments, "port={}", environment, prefix, options_text, is_vllm)
 
 
 def _keys_of_serve(config: BenchServe, keys: dict[str, Any]) -> dict[str, Any]:
@@ -175,15 +175,15 @@ def _stock(config: BenchServe, outline: Target, load: Load, label: str, keys: di
         **_vllm_options(config, outline, load),
         **keys,
     }
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     if config.model.device == "cpu":
-        words.append("--enforce-eager")  # as the others do: compiling takes minutes on a CPU
+        arguments.append("--enforce-eager")  # as the others do: compiling takes minutes on a CPU
     for name, value in options.items():
-        words.append(f"--{name.replace('_', '-')}={value}")
+        arguments.append(f"--{name.replace('_', '-')}={value}")
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     environment |= _all_cores(config)
     options_text = json.dumps(keys) if keys else ""
-    return ServerCommand(label, words, "--port={}", environment, options=options_text, needs_vllm=True)
+    return ServerCommand(label, arguments, "--port={}", environment, options=options_text, needs_vllm=True)
 
 
 def _vllm_options(config: BenchServe, outline: Target, load: Load) -> dict[str, Any]:
@@ -193,18 +193,18 @@ def _vllm_options(config: BenchServe, outline: Target, load: Load) -> dict[str, 
     return {"kv_cache_memory_bytes": cache, "max_model_len": longest, "block_size": _PAGE}
 
 
-def _model_words(config: BenchServe) -> list[str]:
+def _model_arguments(config: BenchServe) -> list[str]:
     """The model and the adapter as arguments."""
     default = ModelConfig()
-    words = []
+    arguments = []
     for key in _MODEL_KEYS:
         value = getattr(config.model, key)
         if value != getattr(default, key):
-            words.append(f"model.{key}={quoted(value)}")
+            arguments.append(f"model.{key}={quoted(value)}")
     if config.adapter is not None:
-        words.append(f"adapter={quoted(config.adapter)}")
-    return words
+        arguments.append(f"adapter={quoted(config.adapter)}")
+    return arguments
 
 
-def _words(values: dict[str, Any]) -> list[str]:
+def _arguments(values: dict[str, Any]) -> list[str]:
     return [f"{key}={quoted(value)}" for key, value in values.items()]

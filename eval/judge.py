@@ -34,12 +34,12 @@ _TOKENS = 2048
 Talk = tuple[str, ...]
 """A variant's answers, turn after turn."""
 Reader = Callable[[str], float | None]
-"""Finds the verdict in the judge's words; None where there is none."""
+"""Finds the verdict in the judge's reply; None where there is none."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A score of 0 to 1, and the judge's words that it was read from."""
+    """A score of 0 to 1, and the judge's replies that it was read from."""
 
     score: float
     judgments: list[str]
@@ -90,7 +90,7 @@ class Judge:
             check_url("judge.url", self.url)
 
     def score(self, sample: Sample, rows: Sequence[ResultRow]) -> list[ResultRow]:
-        """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
+        """The rows of a sample, the full cache's first, with their scores and the judge's replies as `judgments`.
 
         BadRow: there is no verdict on one of the answers, or a content filter refuses it. UserError: no answer at all.
         """
@@ -124,8 +124,8 @@ class Judge:
         return self._rate(sample, talk, _prompt_name("single", sample), _rating)
 
     def _rate(self, sample: Sample, talk: Talk, prompt_name: str, read: Reader) -> Verdict:
-        score, words = self._ask(prompt_name, sample, talk, talk, read)
-        return Verdict(score, [words])
+        score, reply = self._ask(prompt_name, sample, talk, talk, read)
+        return Verdict(score, [reply])
 
     def _mark_summary(self, sample: Sample, talk: Talk) -> Verdict:
         """HELMET's score of a summary: fluency times F1 of its key points and its sentences."""
@@ -145,12 +145,12 @@ class Judge:
         if talk == full:
             return Verdict(0.5, [])  # both orders ask the judge the same: its verdicts cancel out
         name = _prompt_name("pair", sample)
-        as_first, words_first = self._ask(name, sample, talk, full, _winner)
-        as_second, words_second = self._ask(name, sample, full, talk, _winner)
+        as_first, first_reply = self._ask(name, sample, talk, full, _winner)
+        as_second, second_reply = self._ask(name, sample, full, talk, _winner)
         score = 0.5
         if as_first == -as_second:
             score += as_first / 2
-        return Verdict(score, [words_first, words_second])
+        return Verdict(score, [first_reply, second_reply])
 
     def _ask(self, prompt_name: str, sample: Sample, talk_a: Talk, talk_b: Talk, read: Reader) -> tuple[float, str]:
         """What `read` finds in the judge's reply, and the reply; asks again if it finds nothing."""
@@ -161,28 +161,28 @@ class Judge:
         fields = _prompt_fields(sample, talk_a, talk_b)
         messages.append({"role": "user", "content": fill_in(prompt["user"], fields)})
 
-        words = ""
+        reply = ""
         temperature = 0.5 if prompt_name == LONGBENCH_WRITE else 0.0
         for _ in range(_TRIES):
             body = {"messages": messages, "temperature": temperature, "max_tokens": _TOKENS}
-            words = self._complete(body, subject=f"{sample.task}/{sample.id}")
-            verdict = read(words)
+            reply = self._complete(body, subject=f"{sample.task}/{sample.id}")
+            verdict = read(reply)
             if verdict is not None:
-                return verdict, words
+                return verdict, reply
             temperature = 0.5
         raise BadRow(
             f"judge.model={self.model}: no verdict on {sample.task}/{sample.id} in {_TRIES} tries, the last said "
-            f"{words[-80:]!r}; choose another judge, or let it write more: judge.options={{max_tokens: 8192}}",
+            f"{reply[-80:]!r}; choose another judge, or let it write more: judge.options={{max_tokens: 8192}}",
             field="judge.model",
             code="data",
         )
 
     def _complete(self, body: Mapping[str, Any], subject: str) -> str:
-        """The judge's words; `subject` names what is judged in messages."""
+        """The judge's reply; `subject` names what is judged in messages."""
         body = self._with_options({"model": self.model, **body})
         while True:
             try:
-                return self._endpoint.post("chat/completions", body, _words)
+                return self._endpoint.post("chat/completions", body, _content)
             except EndpointError as error:
                 if error.is_filter or (error.status and _TOO_LONG.search(error.body)):
                     raise BadRow(
@@ -227,14 +227,14 @@ _TOO_LONG = re.compile(r"context.?(length|window)|too long", re.IGNORECASE)
 """What refusals of prompts that the judge has no room for say."""
 
 
-def _words(reply: Any) -> str:
-    """The text of a reply, empty where thinking took all tokens; EndpointError if a content filter stopped it."""
-    choice = reply["choices"][0]
+def _content(response: Any) -> str:
+    """The text of a response, empty where thinking took all tokens; EndpointError if a content filter stopped it."""
+    choice = response["choices"][0]
     refuse_filtered(choice)
-    words = choice["message"]["content"]
-    if words is not None and not isinstance(words, str):
-        raise TypeError(f"the content of the reply is no text but {words!r:.60}")
-    return words or ""
+    content = choice["message"]["content"]
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"the content of the reply is no text but {content!r:.60}")
+    return content or ""
 
 
 # What the judge is asked
@@ -295,63 +295,63 @@ _THINKS = re.compile(rf"<{_THINKING}>|\[think\]|◁{_THINKING}▷|<\|channel\|>a
 """The ends and beginnings of thinking: as most models mark them, Mistral's, Kimi's, and gpt-oss's channels."""
 
 
-def _conclusion(words: str) -> str:
-    """The judge's words without its thinking, whose beginning may be part of the prompt and whose end may be cut."""
-    return _THINKS.split(_THOUGHT.split(words)[-1])[0]
+def _conclusion(reply: str) -> str:
+    """The judge's reply without its thinking, whose beginning may be part of the prompt and whose end may be cut."""
+    return _THINKS.split(_THOUGHT.split(reply)[-1])[0]
 
 
-def _verdict(words: str) -> str:
-    """The judge's words without its thinking and its quotations."""
-    words = _conclusion(words)
+def _verdict(reply: str) -> str:
+    """The judge's reply without its thinking and its quotations."""
+    reply = _conclusion(reply)
     for quoted in _QUOTED:
-        words = quoted.sub("", words)
-    return words
+        reply = quoted.sub("", reply)
+    return reply
 
 
-def _rating(words: str) -> float | None:
+def _rating(reply: str) -> float | None:
     """The last number in double brackets, else in single ones, of 1 to 10; FastChat takes the first one anywhere."""
-    verdict = _verdict(words)
+    verdict = _verdict(reply)
     ratings = re.findall(r"\[\[(\d+\.?\d*)\]\]", verdict) or re.findall(r"\[(\d+\.?\d*)\]", verdict)
     if not ratings or not 1 <= float(ratings[-1]) <= 10:
         return None
     return float(ratings[-1]) / 10
 
 
-def _winner(words: str) -> float | None:
+def _winner(reply: str) -> float | None:
     """The last verdict: 1 for assistant A, -1 for B, 0 for a tie."""
-    winners = re.findall(r"\[\[([ABC])\]\]", _verdict(words))
+    winners = re.findall(r"\[\[([ABC])\]\]", _verdict(reply))
     return {"A": 1.0, "B": -1.0, "C": 0.0}[winners[-1]] if winners else None
 
 
-def _read_fluency(words: str) -> float | None:
+def _read_fluency(reply: str) -> float | None:
     """HELMET's fluency, 0 or 1."""
-    fluency = _last_counts(words).get("fluency")
+    fluency = _last_counts(reply).get("fluency")
     return float(fluency) if fluency in (0, 1) else None
 
 
-def _read_correctness(words: str) -> float | None:
+def _read_correctness(reply: str) -> float | None:
     """HELMET's mark of an answer: its fluency times its correctness of 0 to 3."""
-    fluency = _read_fluency(words)
-    correctness = _share(_last_counts(words).get("correctness"), 3)
+    fluency = _read_fluency(reply)
+    correctness = _share(_last_counts(reply).get("correctness"), 3)
     if fluency is None or correctness is None:
         return None
     return fluency * correctness
 
 
-def _read_recall(words: str, key_points: int) -> float | None:
+def _read_recall(reply: str, key_points: int) -> float | None:
     """The share of the key points that a summary holds."""
-    return _share(_last_counts(words).get("recall"), key_points)
+    return _share(_last_counts(reply).get("recall"), key_points)
 
 
-def _read_precision(words: str) -> float | None:
+def _read_precision(reply: str) -> float | None:
     """The share of a summary's sentences that the reference supports."""
-    counts = _last_counts(words)
+    counts = _last_counts(reply)
     return _share(counts.get("precision"), counts.get("sentences"))
 
 
-def _last_counts(words: str) -> dict[str, int]:
-    """The last JSON object in the judge's words; empty where there is none, or its values are not whole numbers."""
-    objects = re.findall(r"\{[^{}]*\}", _conclusion(words))
+def _last_counts(reply: str) -> dict[str, int]:
+    """The last JSON object in the judge's reply; empty where there is none, or its values are not whole numbers."""
+    objects = re.findall(r"\{[^{}]*\}", _conclusion(reply))
     if not objects:
         return {}
     try:
@@ -366,14 +366,14 @@ def _share(count: int | None, most: int | None) -> float | None:
     return count / most
 
 
-def _mean_mark(words: str) -> float | None:
+def _mean_mark(reply: str) -> float | None:
     """LongWriter's: the mean over the six dimensions, 1 as 0 and 5 as 1."""
-    words = _conclusion(words)
-    fenced = re.findall(r"```json\n(.*?)\n```", words, re.DOTALL)
+    reply = _conclusion(reply)
+    fenced = re.findall(r"```json\n(.*?)\n```", reply, re.DOTALL)
     if fenced:
-        words = fenced[-1]
+        reply = fenced[-1]
     try:
-        by_dimension = from_json(words.replace("\n", "").encode(), dict[str, Any])
+        by_dimension = from_json(reply.replace("\n", "").encode(), dict[str, Any])
         marks = [(float(str(by_dimension[dimension])) - 1) / 4 for dimension in _MARKS]  # True is no mark
     except (ValueError, KeyError, TypeError):
         return None

@@ -46,7 +46,7 @@ class ServerCommand:
 
     Attributes:
         name: Its name in the table.
-        words: The command, without the port.
+        arguments: The command, without the port.
         port: How the port is given, such as `port={}`.
         environment: Variables beside those of this process.
         prefix: The command that makes prefixes of documents, without the file and the folder; empty for a server that
@@ -56,7 +56,7 @@ class ServerCommand:
     """
 
     name: str
-    words: Sequence[str]
+    arguments: Sequence[str]
     port: str
     environment: Mapping[str, str] = field(default_factory=dict)
     prefix: Sequence[str] = ()
@@ -299,8 +299,7 @@ class _Server:
         path = self.folder / "documents.jsonl"
         lines = [json.dumps({"text": text}) for text in documents]
         path.write_text("\n".join(lines) + "\n")
-        words = [*self.command.prefix, f"documents={path}", f"out={self.folder}"]
-        printed = _run(words)
+        printed = _run([*self.command.prefix, f"documents={path}", f"out={self.folder}"])
         names = []
         for line in printed.splitlines():
             name = line.strip().removeprefix("send: ").removesuffix("QUESTION")
@@ -309,12 +308,12 @@ class _Server:
         return names
 
 
-def _run(words: Sequence[str]) -> str:
+def _run(arguments: Sequence[str]) -> str:
     """What a command prints; UserError with its last line if it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"{' '.join(words[:4])} ...: {last}", field="servers", code="service")
+        raise UserError(f"{' '.join(arguments[:4])} ...: {last}", field="servers", code="service")
     return done.stdout
 
 
@@ -361,12 +360,12 @@ def _started(command: ServerCommand, folder: Path) -> _Server:
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:  # closed again: the port is free
         port = int(listening.getsockname()[1])
-    words = [word.replace("{folder}", str(folder)) for word in command.words]
-    words += command.port.format(port).split()
+    arguments = [argument.replace("{folder}", str(folder)) for argument in command.arguments]
+    arguments += command.port.format(port).split()
     log = folder / "server.log"
     with log.open("wb") as out:
         environment = {**os.environ, **command.environment}
-        process = subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)
+        process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     end = time.monotonic() + _STARTING
     while process.poll() is None and time.monotonic() < end:
