@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, fill_in, text_field
-from keepsight.eval.tasks.metrics import METRICS, metric, normalise
+from keepsight.eval.tasks.metrics import metric, normalise, sample_metric
 from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
 from keepsight.files import JsonObject, hex_digest, own_yaml, read_json
@@ -448,6 +448,7 @@ def _letter_or_option(prediction: str, reference: str) -> float:
     return float(reference.lower() in (normalise(prediction), normalise(line)))
 
 
+@sample_metric("short_answers")
 def _short_answers(prediction: str, sample: Sample) -> float:
     """The share of the references of which an alias, one a line, occurs in the prediction (ALCE's STR-EM)."""
     text = normalise(prediction)
@@ -457,9 +458,7 @@ def _short_answers(prediction: str, sample: Sample) -> float:
     return hits / len(sample.references)
 
 
-METRICS["short_answers"] = _short_answers
-
-
+@sample_metric("listed_answers")
 def _listed_answers(prediction: str, sample: Sample) -> float:
     """How many of 5 references, or of all where they are fewer, a list with commas holds (QAMPARI's recall of 5)."""
     line = re.sub(r"\[\d+\]", "", prediction.split("\n")[0]).rstrip(". ")
@@ -469,6 +468,3 @@ def _listed_answers(prediction: str, sample: Sample) -> float:
         if not items.isdisjoint(map(normalise, reference.split("\n"))):
             hits += 1
     return min(1.0, hits / min(5, len(sample.references)))
-
-
-METRICS["listed_answers"] = _listed_answers

@@ -28,7 +28,7 @@ from keepsight.eval.tasks.benchmark import (
     text_field,
     texts_field,
 )
-from keepsight.eval.tasks.metrics import METRICS, f1, integers, metric, of_first_line, rouge_l
+from keepsight.eval.tasks.metrics import METRICS, f1, first_line, integers, metric, rouge_l, sample_metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.files import JsonObject, own_yaml, read_json
 
@@ -237,11 +237,11 @@ def _class_score(prediction: str, reference: str, classes: Sequence[str]) -> flo
     return 1 / len(named) if reference in named else 0.0
 
 
+@sample_metric("classification")
 def _classification(prediction: str, sample: Sample) -> float:
-    return max(_class_score(prediction, reference, sample.classes) for reference in sample.references)
-
-
-METRICS["classification"] = of_first_line(_classification)
+    """The first line's score of a class name, the best over the references."""
+    line = first_line(prediction)
+    return max(_class_score(line, reference, sample.classes) for reference in sample.references)
 
 
 @metric("code_sim")

@@ -167,7 +167,11 @@ def _tagged(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end].strip()
 
 
-metric("same_route")(lambda prediction, reference: _tagged(prediction, "Route") == reference.strip())  # path_traversal
+@metric("same_route")
+def _same_route(prediction: str, reference: str) -> float:
+    """path_traversal: whether <Route> holds the reference."""
+    return float(_tagged(prediction, "Route") == reference.strip())
+
 
 _TOM_WORDS = r"\b(?:a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
 _NO_MARKS = str.maketrans("", "", string.punctuation + "’")

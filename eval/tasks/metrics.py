@@ -18,6 +18,7 @@ from keepsight.eval.tasks.samples import Sample
 
 Metric = Callable[[str, Sample], float]
 Single = TypeVar("Single", bound=Callable[[str, str], float])
+OfSample = TypeVar("OfSample", bound=Metric)
 
 METRICS: dict[str, Metric] = {}
 """All metrics by name: those of this file, and of each benchmark once its module is imported."""
@@ -36,9 +37,19 @@ def metric(name: str) -> Callable[[Single], Single]:
     return register
 
 
-def of_first_line(of_text: Metric) -> Metric:
-    """The metric of the first line alone: after its answer a model shown examples continues with another example."""
-    return lambda prediction, sample: of_text(prediction.lstrip("\n").split("\n", 1)[0], sample)
+def sample_metric(name: str) -> Callable[[OfSample], OfSample]:
+    """Register a score of a whole sample, by all of its references or its classes."""
+
+    def register(of_sample: OfSample) -> OfSample:
+        METRICS[name] = of_sample
+        return of_sample
+
+    return register
+
+
+def first_line(prediction: str) -> str:
+    """The first line that is not empty: after its answer a model shown examples continues with another example."""
+    return prediction.lstrip("\n").split("\n", 1)[0]
 
 
 def score(sample: Sample, prediction: str) -> float:
@@ -123,8 +134,16 @@ def rouge_l(prediction: str, reference: str) -> float:
         return 0.0
 
 
-METRICS["qa_f1_first_line"] = of_first_line(METRICS["qa_f1"])
-METRICS["rouge_l_first_line"] = of_first_line(METRICS["rouge_l"])
+@metric("qa_f1_first_line")
+def _qa_f1_of_first_line(prediction: str, reference: str) -> float:
+    """`qa_f1` of the first line."""
+    return qa_f1(first_line(prediction), reference)
+
+
+@metric("rouge_l_first_line")
+def _rouge_l_of_first_line(prediction: str, reference: str) -> float:
+    """`rouge_l` of the first line."""
+    return rouge_l(first_line(prediction), reference)
 
 
 def integers(text: str) -> list[str]:
@@ -139,6 +158,7 @@ def contains(text: str, part: str) -> bool:
 
 @metric("topic_in_prediction")
 def _topic_in_prediction(prediction: str, reference: str) -> float:
+    """Whether the normalised reference occurs in the normalised prediction."""
     return float(contains(normalise(prediction), normalise(reference)))
 
 
@@ -148,8 +168,16 @@ def _answer_in_prediction(prediction: str, reference: str) -> float:
     return _topic_in_prediction(prediction.split("\n")[0], reference)
 
 
-metric("value_in_prediction")(contains)
-metric("number_in_prediction")(lambda prediction, reference: reference in integers(prediction))
+@metric("value_in_prediction")
+def _value_in_prediction(prediction: str, reference: str) -> float:
+    """Whether the reference occurs in the prediction, ignoring case."""
+    return float(contains(prediction, reference))
+
+
+@metric("number_in_prediction")
+def _number_in_prediction(prediction: str, reference: str) -> float:
+    """Whether the reference is one of the whole numbers in the prediction."""
+    return float(reference in integers(prediction))
 
 
 @metric("number_after_hashes")
@@ -179,11 +207,14 @@ def _printable(prediction: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", prediction).strip()
 
 
+@sample_metric("string_match_all")
 def _string_match_all(prediction: str, sample: Sample) -> float:
     """The share of the references that occur in the prediction, ignoring case."""
     text = _printable(prediction)
     return sum(contains(text, reference) for reference in sample.references) / len(sample.references)
 
 
-METRICS["string_match_all"] = _string_match_all
-metric("string_match_part")(lambda prediction, reference: contains(_printable(prediction), reference))
+@metric("string_match_part")
+def _string_match_part(prediction: str, reference: str) -> float:
+    """Whether the reference occurs in the prediction, ignoring case: of several, one is enough."""
+    return float(contains(_printable(prediction), reference))

@@ -11,19 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, text_field, texts_field
-from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
+from keepsight.eval.tasks.metrics import metric, rouge_l, sample_metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
 from keepsight.files import JsonObject, read_json
-
-if TYPE_CHECKING:
-    pass
 
 _TOKENS = 512
 _METRICS = {"multi-choice": "milebench_choice", "open-ended": "milebench_rouge_l"}
@@ -233,18 +230,29 @@ def _named_choice(answer: str, choices: Sequence[str]) -> str:
     return "".join(letter for letter in answer.upper() if letter in letters)
 
 
+@sample_metric("milebench_choice")
 def _right_choice(answer: str, sample: Sample) -> float:
     """Whether an answer names the reference among the choices."""
     right = list(map(plain, sample.classes)).index(plain(sample.references[0]))
     return float(_named_choice(answer, sample.classes) == _letter(right))
 
 
-METRICS["milebench_choice"] = _right_choice
+@metric("milebench_rouge_l")
+def _plain_rouge_l(answer: str, reference: str) -> float:
+    """ROUGE-L of the plain texts."""
+    return rouge_l(plain(answer), plain(reference))
 
 
-metric("milebench_rouge_l")(lambda answer, reference: rouge_l(plain(answer), plain(reference)))
-metric("milebench_word")(lambda answer, reference: plain(reference) in plain(answer).split())  # needles in a haystack
-metric("milebench_text")(lambda answer, reference: plain(reference) in plain(answer))  # MMCoQA
+@metric("milebench_word")
+def _is_word(answer: str, reference: str) -> float:
+    """Needles in a haystack: whether the reference is a word of the answer."""
+    return float(plain(reference) in plain(answer).split())
+
+
+@metric("milebench_text")
+def _is_part(answer: str, reference: str) -> float:
+    """MMCoQA: whether the reference occurs in the answer."""
+    return float(plain(reference) in plain(answer))
 
 
 def _escaped(text: str) -> str:
