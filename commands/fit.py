@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,17 +82,24 @@ _TRAININGS = "importance", "eviction", "fresh_eviction"
 """Stages of a lookahead module that write one, in the folders of the same names."""
 _EVICTIONS = "eviction", "fresh_eviction"
 _FRESH = "fresh_answers", "fresh_eviction"
+_KEYS_OF_TRAININGS = {
+    "importance": ("limit", "train"),
+    "eviction": ("limit", "finetune.train"),
+    "fresh_eviction": ("fresh.limit", "finetune.train"),
+    "distillation": ("limit", "retrieval_head.train"),
+}
+"""The keys of each training's number of prompts, and of its settings."""
 _DATA_FOLDERS = {"answers": "data", "fresh_answers": "fresh_data"}
 """The folders of the answers."""
 _FOLDERS = {**_DATA_FOLDERS, **{name: name for name in _TRAININGS}, "distillation": "head", "evaluation": "eval"}
 """The folder of each stage that makes something."""
 _SHARDABLE_STAGES = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
-_DECISIVE = 32
+_MOST_HELD_OUT = 32
 """Held-out samples by which stages are judged, where the data allow as many."""
-_SHORT = 8
+_LISTED_SHORTCOMINGS = 8
 """Maximum number of a card's lines on where other methods are better."""
-_MORE_THAN = 0.005
+_REPORTED_ADVANTAGE = 0.005
 """Smallest advantage of another method, in nats, that the card reports."""
 
 
@@ -156,11 +164,11 @@ class _Stages:
             self.last_training = "head"
             module_key = "retrieval"
 
-        self.answers = _stage(configs.Data, config, DataKeys, out=self._folder(_DATA_FOLDERS["answers"]))
+        self.answers = _stage_config(configs.Data, config, DataKeys, out=self._folder(_DATA_FOLDERS["answers"]))
         fresh_folder = self._folder(_DATA_FOLDERS["fresh_answers"])
         self.fresh_answers = _fresh_answers(config, self.answers, fresh_folder)
         module = {module_key: self._folder(self.last_training)}
-        self.tests = _stage(
+        self.tests = _stage_config(
             configs.Eval,
             config,
             Benchmarks,
@@ -193,7 +201,7 @@ class _Stages:
         if name == "answers":
             data.run(self.answers)
         elif name == "importance":
-            train.run(_stage(configs.Train, config, data=self.answers.out, out=self._folder("importance")))
+            train.run(_stage_config(configs.Train, config, data=self.answers.out, out=self._folder("importance")))
         elif name == "eviction":
             self._train_for_eviction(self._eviction())
         elif name == "fresh_answers":
@@ -202,15 +210,15 @@ class _Stages:
             self._train_for_eviction(self._fresh_eviction())
         elif name == "distillation":
             head = self._folder("head")
-            train_heads.retrieval(_stage(configs.TrainRetrievalHead, config, data=self.answers.out, out=head))
+            train_heads.retrieval(_stage_config(configs.TrainRetrievalHead, config, data=self.answers.out, out=head))
         elif name == "evaluation":
-            _evaluate(self.tests, self.out, _better(self.out, self.last_training))
+            _evaluate(self.tests, self.out, _stage_to_use(self.out, self.last_training))
         elif name == "card":
-            _write_card(config, self.out, _better(self.out, self.last_training))
+            _write_card(config, self.out, _stage_to_use(self.out, self.last_training))
 
     def _eviction(self) -> configs.Finetune:
         config = self.config
-        return _stage(
+        return _stage_config(
             configs.Finetune,
             config,
             Training,
@@ -230,7 +238,7 @@ class _Stages:
             finetune=replace(eviction.finetune, train=train_settings),
             data=self.fresh_answers.out,
             out=self._folder("fresh_eviction"),
-            adapter=self._folder(_better(self.out, "eviction")),
+            adapter=self._folder(_stage_to_use(self.out, "eviction")),
         )
 
     def _train_for_eviction(self, eviction: configs.Finetune) -> None:
@@ -300,16 +308,12 @@ def check(config: configs.Fit, stages: Sequence[str], answers: Mapping[str, conf
 
 def _check_held_out(config: configs.Fit, stages: Sequence[str]) -> None:
     """UserError for a training that holds out all of its prompts, or whose steps do not divide into batches."""
-    trainings = {
-        "importance": ("limit", config.limit, "train", config.train),
-        "eviction": ("limit", config.limit, "finetune.train", config.finetune.train),
-        "fresh_eviction": ("fresh.limit", config.fresh.limit, "finetune.train", config.finetune.train),
-        "distillation": ("limit", config.limit, "retrieval_head.train", config.retrieval_head.train),
-    }
     for name in stages:
-        if name not in trainings:
+        if name not in _KEYS_OF_TRAININGS:
             continue
-        limit_key, limit, section, settings = trainings[name]
+        limit_key, section = _KEYS_OF_TRAININGS[name]
+        limit: int = attrgetter(limit_key)(config)
+        settings: TrainSettings = attrgetter(section)(config)
         if limit <= settings.held_out:
             raise UserError(
                 f"{limit_key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it",
@@ -358,15 +362,11 @@ def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
             code="conflict",
         )
     sharding = f"model.device_map={SHARDED}" if by_fsdp2 else "ZeRO-3"
-    trainings: dict[str, tuple[str, TrainSettings]] = {
-        "importance": ("train", config.train),
-        "eviction": ("finetune.train", config.finetune.train),
-        "fresh_eviction": ("finetune.train", config.finetune.train),
-    }
     for name in stages:
-        if name not in trainings:
+        if name not in _KEYS_OF_TRAININGS:
             continue
-        section, settings = trainings[name]
+        _, section = _KEYS_OF_TRAININGS[name]
+        settings: TrainSettings = attrgetter(section)(config)
         if settings.replays > 1:
             raise UserError(
                 f"{section}.replays={settings.replays}: with {sharding} use 1",
@@ -407,12 +407,12 @@ def _completed(config: configs.Fit) -> configs.Fit:
     values = {}
     for key, default in _DEFAULTS[config.module].items():
         values[key] = getattr(config, key) or default
-    values["train"] = _deciding(config.train, config.limit)
-    values["finetune"] = replace(config.finetune, train=_deciding(config.finetune.train, config.limit))
+    values["train"] = _with_enough_held_out(config.train, config.limit)
+    values["finetune"] = replace(config.finetune, train=_with_enough_held_out(config.finetune.train, config.limit))
     return replace(config, **values)
 
 
-def _deciding(settings: TrainSettings, limit: int) -> TrainSettings:
+def _with_enough_held_out(settings: TrainSettings, limit: int) -> TrainSettings:
     """The settings with enough held-out samples to tell two modules apart, unless another number than usual is given.
 
     They are a quarter of the data, at most 32 and at least the usual number.
@@ -420,7 +420,7 @@ def _deciding(settings: TrainSettings, limit: int) -> TrainSettings:
     usual = TrainSettings().held_out
     if settings.held_out != usual:
         return settings
-    return replace(settings, held_out=max(usual, min(_DECISIVE, limit // 4)))
+    return replace(settings, held_out=max(usual, min(_MOST_HELD_OUT, limit // 4)))
 
 
 def _recorded(out: Path) -> "_Record":
@@ -432,7 +432,7 @@ def _record(out: Path, **values: Any) -> None:
     write_json(out / FIT_RECORD, {**_recorded(out), **values})
 
 
-def _better(out: Path, stage: str) -> str:
+def _stage_to_use(out: Path, stage: str) -> str:
     """The stage whose module is used after a stage: its own, or the one before where it made the module worse."""
     for verdict in _verdicts(out, stage):
         if verdict.stage == stage and verdict.is_worse:
@@ -495,7 +495,7 @@ def _published(config: configs.Fit, out: Path) -> Path:
     return out / ("adapter" if config.module == "lookahead" else "head")
 
 
-def _stage(stage: type[Stage], config: configs.Fit, *key_classes: type, **values: Any) -> Stage:
+def _stage_config(stage: type[Stage], config: configs.Fit, *key_classes: type, **values: Any) -> Stage:
     """A stage's configuration: `values`, and this command's values of its other keys, or of those in `key_classes`."""
     for key_class in key_classes or (stage,):
         for key in fields(key_class):
@@ -631,11 +631,11 @@ def with_results(card: str, evaluated: Path, method: str = OURS) -> str:
         return card
     card = with_evaluation(card, table.read_text(encoding="utf-8"))
     limitations = list(shortcomings(list(read_jsonl(evaluated / "results.jsonl")), method))
-    lines = limitations[:_SHORT]
+    lines = limitations[:_LISTED_SHORTCOMINGS]
     if not limitations:
         lines.append("- Nowhere in this evaluation does another method lose less.")
-    if len(limitations) > _SHORT:
-        lines.append(f"- and in {len(limitations) - _SHORT} more places")
+    if len(limitations) > _LISTED_SHORTCOMINGS:
+        lines.append(f"- and in {len(limitations) - _LISTED_SHORTCOMINGS} more places")
     lines.append("- Nothing else was measured here: no other tasks, lengths or budgets.")
     return with_section(card, "## Limitations\n\n" + "\n".join(lines) + "\n")
 
@@ -656,7 +656,7 @@ def shortcomings(rows: Sequence[Mapping[str, Any]], method: str) -> Iterator[str
             continue
         best = means.idxmin()
         advantage = means[method] - means[best]
-        if advantage > _MORE_THAN:
+        if advantage > _REPORTED_ADVANTAGE:
             setting = f"{task}, {length or 'all lengths'}, budget {budget}"
             line = f"- {setting}: {best} loses {means[best]:.3f} nats, this module {means[method]:.3f}"
             lines.append((advantage, line))

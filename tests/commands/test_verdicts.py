@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keepsight.commands.config import Fit
-from keepsight.commands.fit import _better, _completed, _verdicts
+from keepsight.commands.fit import _completed, _stage_to_use, _verdicts
 from keepsight.commands.parse import parse
 from keepsight.commands.verdicts import verdict_of
 from keepsight.files import write_lines
@@ -45,7 +45,7 @@ def test_a_stage_that_made_the_module_worse_is_not_used(
     measured(tmp_path, "eviction", changes)
     (verdict,) = _verdicts(tmp_path, "eviction")
     assert said in verdict.sentence() and f"{len(changes)} held-out samples" in verdict.sentence()
-    assert _better(tmp_path, "eviction") == used
+    assert _stage_to_use(tmp_path, "eviction") == used
     mean = sum(changes) / len(changes)
     assert verdict.difference.value == pytest.approx(mean) and f"{mean:+.3f} nats" in verdict.sentence()
 
@@ -54,11 +54,11 @@ def test_a_later_stage_goes_on_from_the_better_module(tmp_path: Path) -> None:
     measured(tmp_path, "eviction", WORSE)
     measured(tmp_path, "fresh_eviction", WORSE)
     assert [verdict.before for verdict in _verdicts(tmp_path, "fresh_eviction")] == ["importance", "importance"]
-    assert _better(tmp_path, "fresh_eviction") == "importance"
+    assert _stage_to_use(tmp_path, "fresh_eviction") == "importance"
     measured(tmp_path, "eviction", BETTER)
-    assert _better(tmp_path, "fresh_eviction") == "eviction"
+    assert _stage_to_use(tmp_path, "fresh_eviction") == "eviction"
     measured(tmp_path, "fresh_eviction", BETTER)
-    assert _better(tmp_path, "fresh_eviction") == "fresh_eviction"
+    assert _stage_to_use(tmp_path, "fresh_eviction") == "fresh_eviction"
     assert _verdicts(tmp_path, "importance") == [] == _verdicts(tmp_path, "head")
 
 
@@ -75,7 +75,7 @@ def test_measurements_of_earlier_versions_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "eviction" / "training").mkdir(parents=True)
     rows = [{"step": step, "held_out": "sha256:1", "eval_excess_nll_at_64": 0.5} for step in (0, 9)]
     write_lines(tmp_path / "eviction" / "training" / "fidelity.jsonl", rows)
-    assert _verdicts(tmp_path, "eviction") == [] and _better(tmp_path, "eviction") == "eviction"
+    assert _verdicts(tmp_path, "eviction") == [] and _stage_to_use(tmp_path, "eviction") == "eviction"
 
 
 @pytest.mark.parametrize(
