@@ -132,7 +132,7 @@ def serve(config: BenchServe) -> None:
         )
     with _runner(config, target) as runner:
         if config.vllm:
-            source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+            source, _, _ = located(config.model.id, config.model.revision, config.model.packaged_file)
             _print(bench_vllm(runner, target, source, _evicting(methods), *load))
         else:
             arrivals = config.interval, config.prefill_tokens
@@ -225,10 +225,10 @@ _QUERY_CAPTION = (
 _QUERY_MEASURES = ["after RoPE", "before RoPE"]
 
 
-def _query_table(name: str, means: Frame, *places: str) -> Table:
+def _query_table(name: str, means: Frame, *part_columns: str) -> Table:
     """A table of similarities by content, position and these further columns."""
     columns = [Column("content", "content", is_text=True), Column("position", "position", is_text=True)]
-    columns += [Column(place, place) for place in places]
+    columns += [Column(name, name) for name in part_columns]
     columns += [Column(measure, measure, digits=4) for measure in _QUERY_MEASURES]
     return Table.of(name, _QUERY_CAPTION, columns, means)
 

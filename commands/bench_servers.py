@@ -165,7 +165,7 @@ def _all_cores(config: BenchServe) -> dict[str, str]:
 
 def _stock(config: BenchServe, outline: Target, load: Load, label: str, keys: dict[str, Any]) -> ServerCommand:
     """VLLM's server alone; `keys` are options of its own."""
-    source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+    source, _, _ = located(config.model.id, config.model.revision, config.model.packaged_file)
     options: dict[str, Any] = {
         "model": str(source),
         "served_model_name": MODEL_NAME,

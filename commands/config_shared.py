@@ -93,7 +93,7 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     @property
-    def own_file(self) -> Any:
+    def packaged_file(self) -> Any:
         """The packaged file or its parts, if it holds this model."""
         return self.packaged if self.packaged_id == self.id else None
 

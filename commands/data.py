@@ -165,7 +165,7 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
             yield target, engine
 
 
-def own_mixtures() -> dict[str, Path]:
+def package_mixtures() -> dict[str, Path]:
     """The mixtures that come with keepsight, by name."""
     mixtures = {}
     for folder in recipes.__path__:
@@ -176,7 +176,7 @@ def own_mixtures() -> dict[str, Path]:
 
 def read_mixture(name: str, rows: str | None = None, key: str = "mixture") -> dict[str, Any]:
     """Plain values of recipes/mixtures/NAME.yaml or of a YAML file (else UserError); `rows` as in `Data`."""
-    mixtures = own_mixtures()
+    mixtures = package_mixtures()
     path = mixtures.get(name) or Path(at_home(name))
     if not path.is_file():
         raise UserError(f"{key}={name} is neither a file nor one of {', '.join(mixtures)}", field=key, code="unknown")

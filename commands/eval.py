@@ -317,7 +317,7 @@ def _quantization(model: ModelConfig, target: Target) -> str:
     if quantized is not None:
         settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
         return str(settings.get("quant_method", "unknown"))
-    weights_file = model.id if Path(model.id).is_file() else model.own_file
+    weights_file = model.id if Path(model.id).is_file() else model.packaged_file
     if weights_file is None or not target.version.startswith("sha256:"):
         return "none"
     name = Path(weights_file).stem if isinstance(weights_file, str) else ""

@@ -328,7 +328,7 @@ def _fresh_answers(config: configs.Fit, answers: configs.Data, out: str) -> conf
     mixture = config.fresh.mixture
     if not mixture:
         fresh_name = f"{config.mixture}-fresh"
-        mixture = fresh_name if fresh_name in data.own_mixtures() else config.mixture
+        mixture = fresh_name if fresh_name in data.package_mixtures() else config.mixture
     values: dict[str, Any] = {
         "mixture": mixture,
         "limit": config.fresh.limit,

@@ -80,7 +80,7 @@ def _files_of(model: ModelConfig) -> dict[str, Any]:
     return {
         "model_id": model.id,
         "revision": model.revision,
-        "packaged": model.own_file,
+        "packaged": model.packaged_file,
         "packaged_digest": model.packaged_digest,
         "trust_remote_code": model.trust_remote_code,
     }

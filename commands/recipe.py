@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from keepsight.errors import UserError
-from keepsight.files import own_yaml
+from keepsight.files import package_yaml
 
 DEFAULT_RECIPE = "smollm2-135m"
 _SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieval_head")
@@ -125,7 +125,7 @@ def presets() -> dict[str, Preset]:
     """Every file in recipes/preset/, by name."""
     presets_by_name = {}
     for name in recipe_files("preset"):
-        values = own_yaml("keepsight.recipes", f"preset/{name}")
+        values = package_yaml("keepsight.recipes", f"preset/{name}")
         table = values.pop("table")
         command = values.pop("command")
         presets_by_name[name] = Preset(table, command, values)

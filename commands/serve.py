@@ -56,9 +56,9 @@ _VLLM_OWN = (
 )
 _VLLM_KEY = "VLLM_API_KEY"
 """vLLM's variable of the API key, which `key=` stands before."""
-_SHUTDOWN = 25
+_SHUTDOWN_SECONDS = 25
 """Seconds that vLLM lets running answers take once it is told to stop."""
-_ENDING = 5
+_END_SECONDS = 5
 """Seconds that vLLM may take to end then."""
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable of the cores that it computes on."""
@@ -225,7 +225,7 @@ def _run_vllm(config: Config) -> None:
         named_prefixes = Path(config.prefixes or Path(folder, "named"))
         named_prefixes.mkdir(parents=True, exist_ok=True)
         plain_prefixes.mkdir(parents=True, exist_ok=True)
-        source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+        source, _, _ = located(config.model.id, config.model.revision, config.model.packaged_file)
         tokenizer = Path(folder, "tokenizer")
         stopping = Path(folder, "stopping")
         context = context_of(target.model)
@@ -468,7 +468,7 @@ def _arguments(
         "kv_transfer_config": json.dumps(transfer),
         "enforce_eager": target.model.device.type in ("cpu", "meta"),  # compiling takes minutes on CPUs
         "trust_remote_code": config.model.trust_remote_code,
-        "shutdown_timeout": _SHUTDOWN,
+        "shutdown_timeout": _SHUTDOWN_SECONDS,
     }
     if config.model.revision and isinstance(source, str):
         options["revision"] = config.model.revision
@@ -529,7 +529,7 @@ def _environment(
 
 def _shutdown_timeout(config: Config) -> float:
     """Seconds that vLLM lets running answers take once it is told to stop."""
-    seconds = _vllm_options(config).get("shutdown_timeout", _SHUTDOWN)
+    seconds = _vllm_options(config).get("shutdown_timeout", _SHUTDOWN_SECONDS)
     if isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 0:
         raise UserError(
             f"vllm_options={{shutdown_timeout: {seconds}}}: give a whole number of seconds",
@@ -553,7 +553,7 @@ def _child(
         child.terminate()
         try:
             with suppress(subprocess.TimeoutExpired):
-                child.wait(shutdown_timeout + _ENDING)
+                child.wait(shutdown_timeout + _END_SECONDS)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from keepsight.eval.report.intervals import FEW, Estimate, estimate
+from keepsight.eval.report.intervals import LEAST_SAMPLES, Estimate, estimate
 from keepsight.files import whole_lines
 from keepsight.train.trainer import MEASUREMENTS
 
@@ -30,13 +30,13 @@ class Verdict:
     def is_worse(self) -> bool:
         """Whether the stage's module is worse beyond its 95 % interval; with a few samples nothing is said."""
         interval = self.difference.interval
-        return self.difference.n >= FEW and interval is not None and interval[0] > 0
+        return self.difference.n >= LEAST_SAMPLES and interval is not None and interval[0] > 0
 
     def sentence(self) -> str:
         """One line on the difference, and on which module is the better one."""
         samples = int(self.difference.n)
         change = f"changed the excess NLL of {samples} held-out samples by {self.difference.value:+.3f} nats"
-        if self.difference.interval is None or samples < FEW:
+        if self.difference.interval is None or samples < LEAST_SAMPLES:
             return f"{self.stage} {change}: too few samples to tell whether it helped; its module is used."
 
         low, high = self.difference.interval

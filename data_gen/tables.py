@@ -29,7 +29,7 @@ _COLUMNS = {
 }
 """Names of further columns, with the kind of word in their cells."""
 
-_FEW_VALUES = ("city", "color", "day", "location")
+_REPEATING_COLUMNS = ("city", "color", "day", "location")
 """Columns whose values occur in several rows."""
 
 _MOST_LISTED = 6
@@ -123,7 +123,7 @@ def _question(subject: str, columns: TextRow, rows: list[TextRow], rng: random.R
     value = row[column_number + 1]
 
     matching = [other[0] for other in rows if other[column_number + 1] == value]
-    if column in _FEW_VALUES and len(matching) <= _MOST_LISTED and rng.random() < 0.5:
+    if column in _REPEATING_COLUMNS and len(matching) <= _MOST_LISTED and rng.random() < 0.5:
         question = rng.choice(wordings("rows_of_table")).format(subject=subject, column=column, value=value)
         return "rows_with", question, ", ".join(matching) + "."
     if rng.random() < 0.25:

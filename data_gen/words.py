@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from keepsight.files import own_yaml
+from keepsight.files import package_yaml
 
 
 @lru_cache(maxsize=1)
 def all_wordings() -> dict[str, Any]:
     """The content of wordings.yaml."""
-    return own_yaml("keepsight.data_gen", "wordings")
+    return package_yaml("keepsight.data_gen", "wordings")
 
 
 def wordings(name: str) -> list[Any]:

@@ -190,14 +190,14 @@ def answer_all(
 
     answers = []
     for index in range(len(states)):
-        own_answer = written.get(index, _Written(answer[0], None, 0))
+        answer_written = written.get(index, _Written(answer[0], None, 0))
         answers.append(
             Answered(
-                ids=own_answer.ids,
+                ids=answer_written.ids,
                 nll=scored[index].nll,
                 hits=scored[index].hits,
-                tokens_per_second=own_answer.tokens_per_second,
-                rows=own_answer.rows,
+                tokens_per_second=answer_written.tokens_per_second,
+                rows=answer_written.rows,
                 question=scored[index].question_seconds,
             )
         )

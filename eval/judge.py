@@ -22,7 +22,7 @@ from keepsight.errors import BadRow, UserError
 from keepsight.eval.record import ResultRow
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import HELMET_JUDGED, Sample
-from keepsight.files import from_json, own_yaml
+from keepsight.files import from_json, package_yaml
 
 MODES = ("single", "pairwise")
 LONGBENCH_WRITE = "longbench-write"
@@ -256,7 +256,7 @@ def _prompt_name(kind: str, sample: Sample) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _prompts() -> dict[str, dict[str, str]]:
-    return own_yaml("keepsight.eval", "judge")
+    return package_yaml("keepsight.eval", "judge")
 
 
 def _prompt_fields(sample: Sample, talk_a: Talk, talk_b: Talk) -> dict[str, str]:

@@ -18,7 +18,7 @@ _IN_ROWS = ("tasks", "lengths", "methods", "budgets", "bits")
 """Settings that each row of a table shows."""
 _ROWS_DECIDE = ("draws", *_IN_ROWS, "samples", "plugins", "adapter_digest", "retrieval_digest")
 """Settings that say which rows there are, or that rows have digests of: they may change while no row is left out."""
-_GIVEN_LATER = ("adapter", "retrieval", "jsonl", "longbench", "longbench_v2")
+_ADDED_LATER = ("adapter", "retrieval", "jsonl", "longbench", "longbench_v2")
 """Settings of further rows: they may be given where there were none, and do not change."""
 MAX_LABEL = 48
 """A longer list of differing settings is no label."""
@@ -51,7 +51,7 @@ def require_same_run(
             continue
         if name in _ROWS_DECIDE and not left_out:
             continue
-        if name in _GIVEN_LATER and name in before and _was_not_given(before[name]):
+        if name in _ADDED_LATER and name in before and _was_unset(before[name]):
             continue
         changed.append(name)
 
@@ -66,7 +66,7 @@ def require_same_run(
         raise UserError(f"{folder}: {subject}; name them too, or {advice}", field="methods", code="conflict")
 
 
-def _was_not_given(value: Any) -> bool:
+def _was_unset(value: Any) -> bool:
     """Whether a key had no value, or a section with `dir` named no folder."""
     if isinstance(value, Mapping):
         return value.get("dir", "") is None

@@ -406,12 +406,12 @@ class _AnsweredPrompt:
                 )
             )
 
-        own_prompts = list(map(self._own_prompt, group))
+        prompts = list(map(self._prompt_of, group))
         rows_of_questions: list[list[ResultRow]] = []
         answers_of_questions: list[list[Answered]] = []
         for question in self.questions:
             answers = self._measured_answers(question, group, compressed)
-            self._follow_own_conversations(question, group, own_prompts, answers)
+            self._replace_diverged(question, group, prompts, answers)
             answers_of_questions.append(answers)
             rows = []
             for variant, result, answered, quality in zip(group, compressed, answers, qualities, strict=True):
@@ -424,7 +424,7 @@ class _AnsweredPrompt:
                 self.run.note(samples, variant, result.kept)
         for rows, new_rows in zip(self.rows, rows_of_questions, strict=True):
             rows += new_rows
-        for variant, prompt, answered in zip(group, own_prompts, answers_of_questions[0], strict=True):
+        for variant, prompt, answered in zip(group, prompts, answers_of_questions[0], strict=True):
             self.run.continue_conversation(variant, prompt, answered.ids)
 
     def _row(
@@ -446,7 +446,7 @@ class _AnsweredPrompt:
             question_mode=self.run.question,
         )
 
-    def _own_prompt(self, variant: Variant) -> Tensor:
+    def _prompt_of(self, variant: Variant) -> Tensor:
         """The prompt [1, N] with the variant's own conversation in place of the full cache's."""
         conversation = self.run.conversations.get(variant.cell)
         if self.conversation_before is None or conversation is None:
@@ -474,14 +474,14 @@ class _AnsweredPrompt:
         answers.update(zip(batched, answers_of_batches, strict=True))
         return [answers[position] for position in sorted(answers)]
 
-    def _follow_own_conversations(
-        self, question: Question, group: Sequence[Variant], own_prompts: Sequence[Tensor], answers: list[Answered]
+    def _replace_diverged(
+        self, question: Question, group: Sequence[Variant], prompts: Sequence[Tensor], answers: list[Answered]
     ) -> None:
         """In place, give variants whose conversation went another way the answers to their own prompts."""
         model = self.run.target.model
         batched = []
         states = []
-        for position, (variant, prompt) in enumerate(zip(group, own_prompts, strict=True)):
+        for position, (variant, prompt) in enumerate(zip(group, prompts, strict=True)):
             if torch.equal(prompt, self.shared.state.tokens):
                 continue
             state = variant.method.start(model, prompt)

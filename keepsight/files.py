@@ -333,7 +333,7 @@ def read_json(path: Path, kind: Any = Any) -> Any:
         raise UserError(f"{path}: {error}; restore the file or make it again", field=path.name, code="file") from None
 
 
-def own_yaml(package: str, name: str) -> dict[str, Any]:
+def package_yaml(package: str, name: str) -> dict[str, Any]:
     """The content of the file NAME.yaml of a package of this project, read by libyaml where that is installed."""
     text = (files(package) / f"{name}.yaml").read_text(encoding="utf-8")
     return dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))

@@ -33,11 +33,11 @@ river stone light window garden letter morning engine bridge copper winter signa
 silent narrow ancient quickly slowly carried opened turned under across before while because every third seven twelve
 paper iron glass water summer teacher captain doctor village island
 """
-_STARTING = 900.0
+_START_SECONDS = 900.0
 """Seconds that a server may take to start."""
-_ENDING = 60.0
-_LOOK = 0.25
-"""Seconds between two looks at a server's memory."""
+_END_SECONDS = 60.0
+_POLL_SECONDS = 0.25
+"""Seconds between two looks at a server's start, or at its memory."""
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,13 @@ def _run(arguments: Sequence[str]) -> str:
     """What a command prints; UserError with its last line if it fails."""
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"{' '.join(arguments[:4])} ...: {last}", field="servers", code="service")
+        raise UserError(f"{' '.join(arguments[:4])} ...: {_last_line(done.stderr)}", field="servers", code="service")
     return done.stdout
+
+
+def _last_line(output: str) -> str:
+    lines = output.strip().splitlines()
+    return lines[-1] if lines else "nothing"
 
 
 class _Running:
@@ -339,7 +343,7 @@ class _Running:
         self._server = None
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_ENDING)
+            process.wait(_END_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -367,17 +371,17 @@ def _started(command: ServerCommand, folder: Path) -> _Server:
         environment = {**os.environ, **command.environment}
         process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    end = time.monotonic() + _STARTING
+    end = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < end:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 server = _Server(command, folder, process, url)
                 _ask(server.client, [{"role": "user", "content": "Who are you?"}], 4)  # what runs once
                 return server
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+    last = _last_line(log.read_text(errors="replace"))
     raise UserError(f"server {command.name} does not start ({log}): {last}", field="servers", code="service")
 
 
@@ -388,7 +392,7 @@ def _peak_memory(pid: int) -> Iterator[list[float]]:
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(_LOOK):
+        while not ended.wait(_POLL_SECONDS):
             peak[0] = max(peak[0], _memory(pid))
 
     watcher = threading.Thread(target=watch, name="memory", daemon=True)

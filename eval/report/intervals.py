@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 RESAMPLES = 2000
 LONE = 0.05
 """Largest share of a mean that may come from strata of one sample, which no bootstrap can draw from."""
-FEW = 10
+LEAST_SAMPLES = 10
 """A bootstrap of fewer samples is too narrow: of 2 samples its interval ends at their values."""
 _SEED = 95
 _Z = 1.96
@@ -51,7 +51,7 @@ class Estimate:
         if not self.is_drawn:
             return None
         low, high = np.percentile(self.draws, [2.5, 97.5])
-        if low == high and self.n < FEW:
+        if low == high and self.n < LEAST_SAMPLES:
             return None
         return float(low), float(high)
 

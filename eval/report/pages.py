@@ -33,7 +33,7 @@ from keepsight.eval.report.summary import (
     summarize,
     summary_rows,
 )
-from keepsight.eval.report.tables import PLACE, VARIANT, Column, Table, interval_text, sort_key, value_text
+from keepsight.eval.report.tables import TASK_COLUMNS, VARIANT, Column, Table, interval_text, sort_key, value_text
 from keepsight.eval.results import Run, flatten, labels_of, names_of
 from keepsight.files import read_json, write_csv, write_text
 
@@ -176,11 +176,11 @@ def _facts(rows: Sequence[ResultRow], runs: Sequence[Settings]) -> dict[str, str
     prompts = ""
     if values.prompts:
         prompts = f"{values.prompts[0]} to {values.prompts[-1]} tokens"
-    samples_of_place: Counter[tuple[str, int]] = Counter()
+    sample_counts: Counter[tuple[str, int]] = Counter()
     for task, length, _ in {row.key for row in rows}:
-        samples_of_place[task, length] += 1
-    fewest = min(samples_of_place.values())
-    most = max(samples_of_place.values())
+        sample_counts[task, length] += 1
+    fewest = min(sample_counts.values())
+    most = max(sample_counts.values())
     samples = str(most) if fewest == most else f"{fewest}-{most}"
 
     facts = {
@@ -196,7 +196,7 @@ def _facts(rows: Sequence[ResultRow], runs: Sequence[Settings]) -> dict[str, str
         "prompts": prompts,
         "methods": _listed(values.methods),
         "budgets": budgets,
-        "samples": f"{samples} for each task and length, {sum(samples_of_place.values())} in all",
+        "samples": f"{samples} for each task and length, {sum(sample_counts.values())} in all",
         "question while compressing": _joined(row.question for row in rows),
         "versions": _joined(versions),
     }
@@ -319,7 +319,7 @@ def write_report(
         plots_of_runs,
         tables_of_runs,
         examples=choose_examples(_rows_of(runs)),
-        place_of=place_of,
+        sample_label=sample_label,
         pages=pages,
         findings=sentences,
         samples_a_cell=plots.SAMPLES_A_CELL,
@@ -339,7 +339,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     detailed = []
     for measure in MEASURES:
         overall.append(_comparison_table(measure, means, names))
-        detailed.append(_comparison_table(measure, by_task, names, PLACE))
+        detailed.append(_comparison_table(measure, by_task, names, TASK_COLUMNS))
     for table in (*overall, *detailed):
         table.save(folder / "tables")
 
@@ -365,11 +365,11 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
 
 
 def _comparison_table(
-    measure: str, summaries: Sequence[Frame], names: Sequence[str], places: Sequence[Column] = ()
+    measure: str, summaries: Sequence[Frame], names: Sequence[str], task_columns: Sequence[Column] = ()
 ) -> Table:
-    """One measure of every run, and its difference from the first run; `places` are the first columns."""
-    columns = [*places, *VARIANT]
-    on = ["task", "length", "method", "order"] if places else ["method", "order"]
+    """One measure of every run, and its difference from the first run; `task_columns` are the first columns."""
+    columns = [*task_columns, *VARIANT]
+    on = ["task", "length", "method", "order"] if task_columns else ["method", "order"]
     groups = pd.concat(summaries).groupby(on, sort=False)
     rows = groups["budget"].first().to_frame()
     for index, name in enumerate(names):
@@ -382,7 +382,7 @@ def _comparison_table(
     rows["n"] = groups["n"].first().astype("Int64").where(groups["n"].nunique() == 1)
     columns.append(Column("n", "n"))
 
-    if places:
+    if task_columns:
         table_name = f"{measure}_by_task"
         caption = f"{_LABELS[measure]} by task and length"
     else:
@@ -450,7 +450,7 @@ def answers_of(rows: Sequence[ResultRow]) -> list[Answer]:
     return [_answer(row.method, row.answer, text_of_full, row) for row in rows]
 
 
-def place_of(row: ResultRow) -> str:
+def sample_label(row: ResultRow) -> str:
     """A sample's label: `niah_single, 512 tokens, needle at 40 % depth`."""
     label = f"{row.task}, {row.length} tokens"
     if row.depth is not None:
@@ -463,15 +463,15 @@ def choose_examples(rows: Sequence[ResultRow], count: int = EXAMPLES) -> list[Ex
     rows_of_samples: dict[Key, list[ResultRow]] = defaultdict(list)
     for row in rows:
         rows_of_samples[row.key].append(row)
-    by_place: dict[tuple[str, int], list[Example]] = defaultdict(list)
+    examples_of_tasks: dict[tuple[str, int], list[Example]] = defaultdict(list)
     for (task, length, _), rows_of_sample in rows_of_samples.items():
         example = _example(rows_of_sample)
         if example is not None:
-            by_place[task, length].append(example)
-    for examples in by_place.values():
+            examples_of_tasks[task, length].append(example)
+    for examples in examples_of_tasks.values():
         examples.sort(key=lambda example: (-example.difference, example.sample.sample))
     examples_in_turn: list[Example] = []
-    for examples_of_turn in zip_longest(*map(by_place.__getitem__, sorted(by_place))):
+    for examples_of_turn in zip_longest(*map(examples_of_tasks.__getitem__, sorted(examples_of_tasks))):
         examples_in_turn += filter(None, examples_of_turn)
     return examples_in_turn[:count]
 
@@ -601,7 +601,7 @@ def _sample_page(
         kept,
         methods,
         answers,
-        title=place_of(sample),
+        title=sample_label(sample),
         subtitle=f"{model} · {subtitle}",
         facts=facts,
         back="../report.html",

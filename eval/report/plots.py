@@ -242,8 +242,8 @@ def queries_plot(rows: Frame, by_layer: bool) -> Plot:
         Panel("after RoPE, by position", PositionCurves(of_prompts)),
     ]
     if by_layer:
-        answers_place = rows[rows["position"] == "1"]
-        panels.append(Panel("by layer, at the answer's positions", QueryLayers(answers_place, "after RoPE")))
+        at_answer = rows[rows["position"] == "1"]
+        panels.append(Panel("by layer, at the answer's positions", QueryLayers(at_answer, "after RoPE")))
         panels.append(
             Panel("by layer, at the prompt's start", QueryLayers(rows[rows["position"] == "0"], "after RoPE"))
         )

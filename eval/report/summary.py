@@ -9,7 +9,7 @@ import pandas as pd
 from keepsight.errors import printable
 from keepsight.eval.record import FULL, ResultRow
 from keepsight.eval.report.figures import label_of
-from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
+from keepsight.eval.report.intervals import LEAST_SAMPLES, Estimate, estimate, weighted
 from keepsight.tables import TerminalColumn, terminal_table
 
 MEASURES = ("score", "excess_nll", "agreement")
@@ -28,7 +28,7 @@ OURS = "lookaheadkv"
 """Methods whose name begins with this word are compared with the others."""
 BOUNDS = ("oracle", "exact_topk", "random")
 """Methods that no method competes with: the bounds from above and below."""
-PLACE = ["task", "length"]
+TASK_AND_LENGTH = ["task", "length"]
 Frame: TypeAlias = Any
 """A `pandas.DataFrame`, whose own types know no columns."""
 _MAX_FINDINGS = 4
@@ -63,7 +63,7 @@ def summarize(rows: Iterable[ResultRow]) -> Frame:
     lists = _aggregations((*MEASURES, "context"), list)
     means = _aggregations((*MEANS, *_PLOTTED), "mean")
     summary = (
-        frame.groupby([*PLACE, "evicts", "method", "order"])
+        frame.groupby([*TASK_AND_LENGTH, "evicts", "method", "order"])
         .agg(
             budget=("budget", "first"),
             n=("sample", "size"),
@@ -86,7 +86,7 @@ def summarize(rows: Iterable[ResultRow]) -> Frame:
 
 def _frame_of_rows(rows: Iterable[ResultRow]) -> Frame:
     """The rows with the columns that `summarize` groups and averages, by sample."""
-    columns = [*PLACE, "method", "budget", "sample", "sample_digest", "context", *MEASURES, *_NUMBERS]
+    columns = [*TASK_AND_LENGTH, "method", "budget", "sample", "sample_digest", "context", *MEASURES, *_NUMBERS]
     frame = pd.DataFrame(list(map(vars, rows)), columns=columns, dtype=object)
     frame = frame.sort_values("sample", kind="stable")
     frame = frame.astype(dict.fromkeys((*MEASURES, *_NUMBERS), float))
@@ -94,7 +94,7 @@ def _frame_of_rows(rows: Iterable[ResultRow]) -> Frame:
     frame["evicts"] = frame["method"] != FULL
     frame["stratum"] = frame["task"] + ", " + frame["length"].map(str) + " tokens"
     frame["samples"] = frame["sample_digest"].fillna(frame["sample"])
-    context = frame.groupby([*PLACE, "samples"])["context"].transform("first")
+    context = frame.groupby([*TASK_AND_LENGTH, "samples"])["context"].transform("first")
     frame["context"] = context.fillna(frame["samples"])
     frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
     frame["kv_mib"] = frame["kv_bytes"] / 2**20
@@ -193,7 +193,7 @@ def mean_over_tasks(summary: Frame) -> Frame:
 
 def by_task_and_length(summary: Frame) -> dict[tuple[str, int], Frame]:
     """The rows of each task and length, both ascending; within one in the order of `ranked`."""
-    return {(task, length): ranked(rows) for (task, length), rows in summary.groupby(PLACE)}
+    return {(task, length): ranked(rows) for (task, length), rows in summary.groupby(TASK_AND_LENGTH)}
 
 
 def ranked(rows: Frame) -> Frame:
@@ -288,7 +288,7 @@ def _block(title: str, rows: Frame) -> str:
 
 def notes_on(rows: Frame) -> str:
     """What weakens the numbers of some rows, as sentences: nothing was evicted, or samples are missing or few."""
-    rows = rows.assign(most=rows.groupby(PLACE)["n"].transform("max"))
+    rows = rows.assign(most=rows.groupby(TASK_AND_LENGTH)["n"].transform("max"))
     kept_all = []
     for row in rows[rows["not_evicted"] > 0].itertuples():
         kept_all.append(f"{row.method} {row.budget} ({row.not_evicted} of {row.n})")
@@ -301,8 +301,8 @@ def notes_on(rows: Frame) -> str:
         notes.append(f"Nothing was evicted in some samples: {', '.join(dict.fromkeys(kept_all))}.")
     if missing:
         notes.append(f"Some samples were not measured: {', '.join(dict.fromkeys(missing))}.")
-    if any(value.n < FEW for value in rows["excess_nll"]):
-        notes.append(f"Intervals of fewer than {FEW} samples are too narrow.")
+    if any(value.n < LEAST_SAMPLES for value in rows["excess_nll"]):
+        notes.append(f"Intervals of fewer than {LEAST_SAMPLES} samples are too narrow.")
     return " ".join(notes)
 
 

@@ -187,7 +187,7 @@ def _latex_cell(row: Cells, column: Column) -> str:
 
 # The tables of a report
 
-PLACE = (Column("task", "task", is_text=True), Column("length", "length"))
+TASK_COLUMNS = (Column("task", "task", is_text=True), Column("length", "length"))
 VARIANT = (Column("budget", "budget"), Column("method", "method", is_text=True))
 _SCORES = (
     Column("score", "score"),
@@ -237,7 +237,7 @@ def task_table(summary: Frame) -> Table:
     """Every method and budget at each task and length."""
     rows = pd.concat(by_task_and_length(summary).values())
     caption = f"Score and fidelity by task and prompt length, with 95 % intervals over samples. {notes_on(rows)}"
-    return Table.of("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
+    return Table.of("by_task", caption, (*TASK_COLUMNS, *VARIANT, *_SCORES), rows)
 
 
 def difference_table(summary: Frame) -> Table:

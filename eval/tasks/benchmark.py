@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import JsonObject, from_json, own_yaml, regular, text_lines
+from keepsight.files import JsonObject, from_json, package_yaml, regular, text_lines
 
 _HUB_SECONDS = 5.0
 """Timeout of the first request to the Hub; its own client tries for half a minute."""
@@ -74,7 +74,7 @@ class Protocol:
         return any(name in model.lower() for name in names)
 
 
-_TABLE = own_yaml("keepsight.eval.tasks", "protocols")
+_TABLE = package_yaml("keepsight.eval.tasks", "protocols")
 PROTOCOLS = {name: Protocol(**fields) for name, fields in _TABLE.items()}
 REFERENCE = PROTOCOLS["reference"]
 

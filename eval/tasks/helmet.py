@@ -16,7 +16,7 @@ from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fil
 from keepsight.eval.tasks.metrics import metric, normalise, sample_metric
 from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
-from keepsight.files import JsonObject, hex_digest, own_yaml, read_json
+from keepsight.files import JsonObject, hex_digest, package_yaml, read_json
 
 _SHOTS = 2
 _SEED = 42
@@ -42,7 +42,7 @@ class HelmetTask:
     chat: bool = False
 
 
-_TABLE = own_yaml("keepsight.eval.tasks", "helmet")
+_TABLE = package_yaml("keepsight.eval.tasks", "helmet")
 HELMET_TASKS = {name: HelmetTask(**entry) for name, entry in _TABLE["tasks"].items()}
 _LENGTHS: list[int] = _TABLE["lengths"]
 

@@ -30,7 +30,7 @@ from keepsight.eval.tasks.benchmark import (
 )
 from keepsight.eval.tasks.metrics import METRICS, f1, first_line, integers, metric, rouge_l, sample_metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import JsonObject, own_yaml, read_json
+from keepsight.files import JsonObject, package_yaml, read_json
 
 _TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a prompt."""
@@ -66,7 +66,7 @@ class LongBenchTask:
 @lru_cache(maxsize=1)
 def longbench_tasks() -> dict[str, LongBenchTask]:
     """All tasks by name, the 16 English ones first."""
-    return {name: LongBenchTask(**entry) for name, entry in own_yaml("keepsight.eval.tasks", "longbench").items()}
+    return {name: LongBenchTask(**entry) for name, entry in package_yaml("keepsight.eval.tasks", "longbench").items()}
 
 
 _ENGLISH = tuple(longbench_tasks())[:16]

@@ -34,7 +34,7 @@ _METRICS = {
     "travel_planning": "same_trip",
     "pseudo_to_code": "passes_tests",
 }
-_NOT_THERE = (("travel_planning", "0.5k"), ("pseudo_to_code", "8k"))
+_MISSING_TASKS = (("travel_planning", "0.5k"), ("pseudo_to_code", "8k"))
 _ITEMS = {
     "countdown": "nums, a list of whole numbers, and target, one",
     "travel_planning": "ground_truth_cities and ground_truth_durations, texts such as Oslo**Rome and 4**3",
@@ -47,7 +47,7 @@ def _task_names() -> tuple[str, ...]:
     names = []
     for task in _METRICS:
         for size in _TOKENS:
-            if (task, size) not in _NOT_THERE:
+            if (task, size) not in _MISSING_TASKS:
                 names.append(f"{task}_{size}")
     return tuple(names)
 

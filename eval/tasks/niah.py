@@ -17,9 +17,9 @@ from keepsight.corpus import evaluation_paragraphs, sentences
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, read_text
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import own_yaml
+from keepsight.files import package_yaml
 
-TEXTS = own_yaml("keepsight.eval.tasks", "niah")
+TEXTS = package_yaml("keepsight.eval.tasks", "niah")
 """The words of keys, the sentence of a needle, and the prompt and the answer's prefix for one value and for several."""
 _LONGEST_PIECE = 60
 """Words; needles stand between pieces of the haystack of at most this length."""

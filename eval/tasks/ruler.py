@@ -63,7 +63,7 @@ class Ruler(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is not None:
-            return _ready_made(task, Path(self.dir), request)
+            return _samples_in_files(task, Path(self.dir), request)
         request.check_lengths()
         samples = []
         for length in request.lengths:
@@ -135,7 +135,7 @@ def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: 
     )
 
 
-def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
+def _samples_in_files(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
     """The samples of a task in files, in the lengths that they have."""
     rows = rows_of_task(_rows(folder), task)
     if request.protocol.shuffled:

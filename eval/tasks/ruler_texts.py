@@ -21,10 +21,10 @@ from keepsight.corpus import Document, docstrings, evaluation_paragraphs, senten
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import fill_in, hub_rows, read_text
 from keepsight.eval.tasks.niah import listed
-from keepsight.files import own_yaml, read_json
+from keepsight.files import package_yaml, read_json
 
 OFFLINE = "Python's documentation"
-_WORDING = own_yaml("keepsight.eval.tasks", "ruler")
+_WORDING = package_yaml("keepsight.eval.tasks", "ruler")
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _DEPTHS = [round(100 * step / 39) for step in range(40)]
