@@ -36,6 +36,10 @@ FIGURES = {
     "figures_tradeoffs": Figure("LookaheadKV", "figure 2", "summary", ("score", "excess_nll")),
     "figures_draws": Figure("LookaheadKV", "table 4", "summary", ("score", "excess_nll")),
     "figures_longproc": Figure("LookaheadKV", "figure 5", "summary", ("score", "excess_nll")),
+    "figures_tokens": Figure("LookaheadKV", "table 5", "summary", ("score", "excess_nll")),
+    "figures_overhead": Figure("LookaheadKV", "table 5", "ablation", ("overhead",), "cell"),
+    "figures_lengths": Figure("LookaheadKV", "figure 6", "summary", ("score", "excess_nll")),
+    "figures_answers": Figure("LookaheadKV", "figure 7", "summary", ("score", "excess_nll")),
     "figures_similarity": Figure("LookaheadKV", "table 8", "importance", ("recall", "tau")),
     "figures_correlation": Figure("SpecPC", "figures 4 and 8", "importance", ("correlation", "tau", "recall")),
     "figures_drafts": Figure("SpecKV", "figure 11", "summary", ("score", "excess_nll")),
@@ -43,6 +47,7 @@ FIGURES = {
     "figures_pc_lookahead": Figure("SpecPC", "figure 12", "summary", ("score", "excess_nll")),
     "figures_sparse_prefill": Figure("SpecKV", "figure 13", "summary", ("score", "excess_nll")),
     "figures_memory": Figure("SpecKV", "figure 7 (left)", "evict", ("peak MiB",)),
+    "figures_contexts": Figure("SpeContext", "figures 1 and 8", "summary", ("score", "excess_nll")),
     "figures_pareto": Figure("SpeContext", "figure 1", "decode", ("tokens/s",)),
     "figures_selecting": Figure("SpeContext", "figure 2(a)", "decode", ("selecting", "ms a step")),
     "figures_levels": Figure("SpeContext", "figure 5(a)", "hits", ("hit", "mass")),
@@ -55,6 +60,8 @@ FIGURES = {
     "figures_topk": Figure("SpeCache", "figure 5", "summary", ("score", "excess_nll")),
     "figures_fetching": Figure("SpeCache", "table 4", "summary", ("score", "excess_nll")),
     "figures_fetching_time": Figure("SpeCache", "table 4", "decode", ("ms a step", "KV MiB")),
+    "figures_longbench_15": Figure("SpeCache", "appendix C", "summary", ("score", "excess_nll")),
+    "figures_loading": Figure("SpeCache", "figure 2, loading", "parts_1_bits", ("ms a step",), "part"),
     "figures_one_bit": Figure("SpeCache", "table 5", "summary", ("score", "excess_nll")),
     "figures_queries": Figure("DapQ", "figure 2, table 1", "queries", ("after RoPE", "before RoPE"), "place"),
     "figures_dapq_recall": Figure("DapQ", "figure 3", "importance", ("recall",)),
@@ -70,6 +77,8 @@ def rows_of(folder: Path, processor: str) -> pd.DataFrame:
         table["place"] = table["content"] + ", at " + table["position"].astype(str)
     if figure.file == "hits":
         table = table[~table["method"].str.startswith(SHARED)]  # bounds of ours, in no figure
+    if figure.file == "summary":  # the modules of an ablation are named by their cells
+        table["method"] = table["method"].str.replace(r"^.* adapter=.*/", "", regex=True)
     if figure.file in ("decode", "evict"):  # a budget stands behind the method's name
         parts = table["method"].str.extract(r"^(?P<method>.*?)(?: (?P<budget>\d+))?$")
         table["method"] = parts["method"]
