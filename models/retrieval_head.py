@@ -419,7 +419,11 @@ class RetrievalHead(nn.Module, Artifact):
         folder = Path(at_home(folder))
         if has_draft_head(folder):
             return cls._pruned(folder, model)
-        cls._require_files(folder)
+        try:
+            cls._require_files(folder)
+        except UserError as error:
+            draft_files = f"{draft_head.CONFIG}, {draft_head.WEIGHTS}"
+            raise error.reworded(f"{error}, and a draft head, which is pruned, {draft_files}") from None
         saved: _Saved = read_json(folder / CONFIG, _Saved)
         check_digest(folder / WEIGHTS, saved.digests.get(WEIGHTS, "missing"), CONFIG)
         try:

@@ -313,7 +313,7 @@ BEFORE_WEIGHTS: dict[str, tuple[str, Code]] = {
     f"finetune {ANSWERED} adapter=none": ("artifact", "unknown"),
     f"train_draft_head {ANSWERED} init=adapter": ("model.safetensors", "missing"),
     f"train_draft_head {ANSWERED} features=rows.jsonl": ("features", "file"),
-    f"train_retrieval_head {ANSWERED} head=adapter": ("model.safetensors", "missing"),
+    f"train_retrieval_head {ANSWERED} head=adapter": ("retrieval_head.safetensors", "missing"),
     "fit out=o mixture=none": ("mixture", "unknown"),
     "fit out=o base=a/b/c": ("artifact", "unknown"),
     "fit out=o tasks=niah_one": ("tasks", "unknown"),
