@@ -267,19 +267,19 @@ def _check(config: PlanTrain) -> None:
     if quantize:
         key = f"model.device_map={device_map}" if device_map else "shard=true"
         raise UserError(
-            f"{key}: quantised weights cannot be divided; leave out model.quantize",
+            f"{key}: quantised weights cannot be sharded; leave out model.quantize",
             field="model.quantize",
             code="conflict",
         )
 
 
 def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> str:
-    divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
+    sharded = f", sharded over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
     fits = "fits"
     if plan.peak > memory:
         fits = f"does not fit: {' or '.join(['lower tokens=', *_savings(plan, config)])}"
     sizes = {
-        f"model's weights{divided}": size_text(plan.weights),
+        f"model's weights{sharded}": size_text(plan.weights),
         "module, its gradients and Adam's moments": size_text(plan.module),
         "first pass": size_text(plan.first),
         "  of which KV entries and importance stay": size_text(plan.outputs),

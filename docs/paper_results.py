@@ -90,8 +90,7 @@ def rows_of(folder: Path, processor: str) -> pd.DataFrame:
 
     columns = [figure.setting, "budget"]
     samples = _samples_of(table, columns)
-    order = sorted(table.index, key=lambda index: _number_of(table.loc[index, figure.setting]))
-    table = table.loc[order]
+    table = table.loc[_ordered(table[figure.setting])]
     means = table.groupby(columns, dropna=False, sort=False)[[*figure.measures]].mean().reset_index()
     lines = []
     for _, row in means.iterrows():
@@ -123,12 +122,12 @@ def _samples_of(table: pd.DataFrame, columns: list[str]) -> int:
     return int(by_task.groupby(level=[0, 1], dropna=False).sum().max())
 
 
-def _number_of(setting: str) -> tuple[str, float]:
-    """A setting as a key to sort by: what it is, then the number of an option at its end."""
-    name, _, number = setting.rpartition("=")
-    if number.replace(".", "", 1).isdecimal():
-        return name, float(number)
-    return setting, 0.0
+def _ordered(settings: pd.Series) -> list[int]:
+    """The index of settings in their order, those that differ in a number at their end by that number."""
+    parts = settings.str.extract(r"^(?P<name>.*?)(?P<number>\d+(?:\.\d+)?)?$")
+    first_places = {name: place for place, name in reversed([*enumerate(parts["name"])])}
+    keys = pd.DataFrame({"place": parts["name"].map(first_places), "number": parts["number"].astype(float).fillna(0)})
+    return [*keys.sort_values(["place", "number"], kind="stable").index]
 
 
 def date_of(folder: Path) -> str:

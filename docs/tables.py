@@ -565,7 +565,7 @@ def ruler_questions_table(length: str) -> str:
         of_run = rows[rows["run"] == run]
         for method, of_method in of_run.groupby("method", sort=False):
             scores = of_method.set_index("budget")["score"]
-            budgets = [scores.get(budget, scores.get("")) for budget in SEEN]
+            budgets = [scores.get(budget, scores.get("", "–")) for budget in SEEN]
             line = lines.setdefault(method, {"method": marked(method, method)})
             line[f"question {question}, {' / '.join(SEEN)}"] = " / ".join(budgets)
     return markdown_table(pd.DataFrame(lines.values()).fillna("–"))

@@ -200,6 +200,7 @@ class EagleHead(nn.Module, Artifact):
     Attributes:
         config: A Llama configuration of the layer.
         own_embedding: [vocab, hidden], where the head's embedding differs from the model's; it is not trained.
+        may_have_embedding: Whether the file has an embedding that may differ: it was read without a model to compare.
     """
 
     kind = "draft head"
@@ -207,6 +208,7 @@ class EagleHead(nn.Module, Artifact):
     optional = (ORIGIN,)
     config: LlamaConfig
     own_embedding: Tensor | None = None
+    may_have_embedding: bool = False
 
     def embedding(self, model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         """The function that embeds token ids [B, q] for the head, [B, q, hidden]: the model's embedding, or its own."""
@@ -245,6 +247,7 @@ class EagleHead(nn.Module, Artifact):
         load_weights(head, path, tensors, model, "fc.weight", exact=_VOCABULARY)
         if model is not None and has_values and embedding is not None:
             head.own_embedding = own_embedding(path, embedding, model)
+        head.may_have_embedding = model is None and embedding is not None
         if origin is not None:
             head.provenance = origin.provenance
         return head

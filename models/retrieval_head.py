@@ -316,8 +316,8 @@ class RetrievalHead(nn.Module, Artifact):
             )
         if draft.own_embedding is not None:
             raise UserError(
-                "this draft head has an embedding of its own, and a retrieval head reads the base model's; distil it "
-                "with train_retrieval_head.py head=",
+                "this draft head has an embedding of its own, and a retrieval head reads the base model's; distil it: "
+                "train_retrieval_head.py head=FOLDER_OR_HUB_ID",
                 field="head",
                 code="model",
             )
@@ -422,8 +422,10 @@ class RetrievalHead(nn.Module, Artifact):
         try:
             cls._require_files(folder)
         except UserError as error:
-            draft_files = f"{draft_head.CONFIG}, {draft_head.WEIGHTS}"
-            raise error.reworded(f"{error}, and a draft head, which is pruned, {draft_files}") from None
+            raise error.reworded(
+                f"{folder}: expected a retrieval head ({', '.join(cls.files)}), or an EAGLE-3 draft head, which is "
+                f"pruned ({draft_head.CONFIG}, {draft_head.WEIGHTS}); train one with train_retrieval_head.py"
+            ) from None
         saved: _Saved = read_json(folder / CONFIG, _Saved)
         check_digest(folder / WEIGHTS, saved.digests.get(WEIGHTS, "missing"), CONFIG)
         try:
@@ -446,6 +448,13 @@ class RetrievalHead(nn.Module, Artifact):
     @classmethod
     def _pruned(cls, folder: Path, model: PreTrainedModel | None) -> Self:
         draft = EagleHead.load(folder, model)
+        if draft.may_have_embedding:
+            raise UserError(
+                f"{folder}: this draft head has an embedding that must be compared with the base model's; give "
+                "RetrievalHead.from_pretrained(..., model=model)",
+                field="model",
+                code="missing",
+            )
         try:
             head = cls.from_draft(draft, PREVIOUS_STEP)
             if model is not None:

@@ -288,7 +288,7 @@ def _attention(name: str, device: str) -> str | None:
 
 
 def _devices(name: str) -> list[str]:
-    """The devices that a model may be spread over; it runs on the first one otherwise."""
+    """The devices over which a model may be distributed; it runs on the first one otherwise."""
     if name == "auto":
         if not torch.cuda.is_available():
             return ["cpu"]

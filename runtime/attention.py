@@ -412,9 +412,9 @@ def run(
 
 @contextmanager
 def _pass_under_way(config: Any, recorder: RecordLayer | None, entries: Cache) -> Iterator[None]:
-    """For models that pass no keywords on to their attention (StableLM, Nemotron).
+    """Within the block, attention finds the recorder and the entries of this pass in the thread.
 
-    Within the block, their attention finds the recorder and entries of this pass in the thread.
+    Models that pass no keywords on to their attention need it (StableLM, Nemotron).
     """
     passes = _THREAD.passes
     before = passes.get(id(config))

@@ -68,7 +68,7 @@ class Recorded:
             `keepsight.runtime.importance.seen_ahead`.
         accumulated: [B, H, C] float32, accumulated attention: the sum over all queries; None where it was not asked
             for.
-        scores: For each trained scorer, its `numbers` outputs per entry, [B, K x numbers, C] float32.
+        scores: For each trained scorer, its `outputs_per_head` outputs per entry, [B, K x outputs_per_head, C] float32.
         statistics: Statistics of all queries; None where they were not asked for.
         observed: [B, K, C] float32, scores by observers that were read with the prompt (`keepsight.runtime.tail`); None
             where there were none. Eviction drops them.

@@ -343,10 +343,10 @@ class DraftHeadObjective(HeadObjective):
         learned_steps = []
         weights = []
         for step, lm_head_inputs in enumerate(steps):
-            rows = min(len(lm_head_inputs), teacher_rows)
-            counts = teacher.in_vocabulary[teacher_rows - rows :].float()
-            learned_steps.append(lm_head_inputs[len(lm_head_inputs) - rows :])
-            weights.append(self.settings.decay**step * counts / counts.sum().clamp(min=1))
+            row_count = min(len(lm_head_inputs), teacher_rows)
+            is_learned = teacher.in_vocabulary[teacher_rows - row_count :].float()
+            learned_steps.append(lm_head_inputs[len(lm_head_inputs) - row_count :])
+            weights.append(self.settings.decay**step * is_learned / is_learned.sum().clamp(min=1))
         return chunked_loss(learned_steps, self.head.lm_head.weight, teacher.probabilities, weights)
 
     @override

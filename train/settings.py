@@ -194,7 +194,8 @@ class DraftHeadSettings:
         unroll: Steps for which the head is unrolled over its own features in training (training-time test).
         decay: Weight of an unrolled step's loss relative to the previous step.
         loss_on: Tokens that the head learns to predict: `answers`, or `all`, prompts as well. Prompts are never
-            drafted, but where answers are few or short, their tokens teach a head more; a step takes longer.
+            drafted, but where answers are few or short a head learns more from the prompts' tokens too; a step then
+            takes longer.
         max_tokens: Longest sample in tokens; longer ones are truncated at the end.
         train: Optimisation.
     """

@@ -110,7 +110,7 @@ class Start(NamedTuple):
 def timed_start(model: PreTrainedModel, method: CacheMethod, ids: Tensor, turns: int) -> tuple[State, Start]:
     """The state of prompts [B, N] under a method, and its cost: medians of turns, each after a plain prefill.
 
-    One more turn comes first and is dropped, since it loads kernels.
+    One more turn comes first and is dropped, since it loads kernels. The peak is the last turn's.
     """
     states: list[State] = []
     plain_seconds: list[float] = []
@@ -207,15 +207,15 @@ class Bench:
             figures.batch_s, figures.batch_peak_bytes = figures_of_batch
         return figures
 
-    def largest_batch(self, rows: int, measure: Callable[[int], Measured]) -> tuple[int, Measured | None]:
-        """The rows of the largest batch that fits, of at most `rows`, and what `measure` finds in it.
+    def largest_batch(self, rows: int, measure_batch: Callable[[int], Measured]) -> tuple[int, Measured | None]:
+        """The rows of the largest batch that fits, of at most `rows`, and what `measure_batch` finds in it.
 
         Where memory runs out, an eighth of the rows is left out; 0 and None where not even one fits.
         """
         while rows:
             self.free()
             try:
-                return rows, measure(rows)
+                return rows, measure_batch(rows)
             except torch.OutOfMemoryError:
                 rows -= max(1, rows // 8)
         return 0, None

@@ -244,13 +244,13 @@ def _plain_rouge_l(answer: str, reference: str) -> float:
 
 
 @metric("milebench_word")
-def _is_word(answer: str, reference: str) -> float:
+def _reference_is_word(answer: str, reference: str) -> float:
     """Needles in a haystack: whether the reference is a word of the answer."""
     return float(plain(reference) in plain(answer).split())
 
 
 @metric("milebench_text")
-def _is_part(answer: str, reference: str) -> float:
+def _reference_occurs(answer: str, reference: str) -> float:
     """MMCoQA: whether the reference occurs in the answer."""
     return float(plain(reference) in plain(answer))
 

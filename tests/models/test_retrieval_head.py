@@ -12,6 +12,7 @@ from keepsight.models.card import Provenance
 from keepsight.models.decoder import cached_kv_heads
 from keepsight.models.identity import Identity
 from keepsight.models.retrieval_head import CONFIG, RetrievalHead, of_the_token_before
+from keepsight.runtime.methods import SpeContext
 from tests.close import assert_close
 from tests.models.retrieval_heads import (
     LAYERS,
@@ -236,6 +237,8 @@ def test_a_draft_head_for_another_model_or_with_another_embedding_is_not_pruned(
     draft.save(tmp_path / "embedding", ORIGIN, "# A card\n")
     with refused("head", "model"):
         RetrievalHead.load(tmp_path / "embedding", tiny_model())
+    with refused("model", "missing"):  # without a model it cannot be compared
+        SpeContext.from_pretrained(tmp_path / "embedding", 64)
 
 
 @pytest.mark.parametrize(
