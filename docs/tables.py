@@ -311,6 +311,16 @@ TABLES = {
     "per-query-head": trial("selection per query head: 11 prompts, question seen"),
     "sparse": trial("SpecKV's sparse prefill: 8 prompts of 4,096 to 8,192 tokens, question seen"),
     "longer-prompts": trial("longer prompts in the last stage: 8 prompts of 4,096 to 8,192 tokens, question seen"),
+    "departures": Table(
+        "trials",
+        "entries",
+        cell="{value}",
+        by="variant",
+        head="{} entries",
+        where={"trial": ("departures from the paper, one after another: 33 prompts, question seen",)},
+        columns=("difference", "standard_error"),
+        title="departure",
+    ),
     # RESULTS.md: a few lines of the tables above.
     "short-real": Table(
         "real_prompts",
