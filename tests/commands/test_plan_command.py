@@ -102,7 +102,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
     assert re.match(r"[\d,]+ trainable parameters, \d+\.\d\d% of the model's [\d,]+$", printed.splitlines()[1])
     printed = keepsight(*given, "tokens=512", "gpu=10MiB", "gpus=8", "shard=true")
-    assert "does not fit: lower tokens=\n" in printed and "divided over 8 GPUs" in printed
+    assert "does not fit: lower tokens=\n" in printed and "sharded over 8 GPUs" in printed
     tries = {
         "gpus=8": "try shard=true or model.quantize=nf4",
         "": "try model.quantize=nf4",
@@ -130,14 +130,14 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
 
 
 @pytest.mark.slow  # tests/train/test_plan.py divides a smaller one
-def test_a_divided_target_takes_less_of_each_gpu(keepsight: CommandLine, here: Path) -> None:
+def test_a_sharded_target_takes_less_of_each_gpu(keepsight: CommandLine, here: Path) -> None:
     """FSDP2 leaves whole what is in no layer: embeddings and what makes logits."""
     (here / "8b" / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 8, "vocab_size": 8192}))
     given = ("plan", "train", "model.id=8b", "tokens=64", "answer=8", "gpus=8")
 
     def weights(*more: str) -> float:
         printed = keepsight(*given, *more)
-        assert ("divided over 8 GPUs" in printed) == bool(more)
+        assert ("sharded over 8 GPUs" in printed) == bool(more)
         number, unit = printed.splitlines()[1].split()[-2:]
         return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
 

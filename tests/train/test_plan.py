@@ -108,7 +108,7 @@ def test_the_plan_is_within_10_percent_of_what_is_measured(given: Any) -> None:
     assert plan.peak == pytest.approx(before + max(first, second), rel=0.1)
 
 
-def test_what_is_stored_of_a_quantised_or_divided_target() -> None:
+def test_what_is_stored_of_a_quantised_or_sharded_target() -> None:
     model = fresh_model("Llama 3", **SHAPE)
     linear = sum(module.weight.numel() for module in model.model.layers.modules() if hasattr(module, "in_features"))
     whole = sum(weight.nbytes for weight in model.parameters())

@@ -149,7 +149,7 @@ def test_a_weight_that_is_not_finite_ends_all_processes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_divided_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
+def test_a_sharded_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
     save_tiny_target(tmp_path / "target", tie_word_embeddings=True)
     if kind == "gemma3":  # which has buffers that no file holds
         config = AutoConfig.from_pretrained(tmp_path / "target").to_dict()
@@ -158,7 +158,7 @@ def test_a_divided_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
         Gemma3ForCausalLM(Gemma3TextConfig(**shape, intermediate_size=64, sliding_window=8)).save_pretrained(
             tmp_path / "target"
         )
-    result = launch(tmp_path, str(ROOT / "tests/train/divided_target.py"), str(tmp_path / "target"))
+    result = launch(tmp_path, str(ROOT / "tests/train/sharded_target.py"), str(tmp_path / "target"))
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("tied True, equal True") == 2, result.stdout
 
