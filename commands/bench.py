@@ -228,7 +228,7 @@ _QUERY_MEASURES = ["after RoPE", "before RoPE"]
 def _query_table(name: str, means: Frame, *part_columns: str) -> Table:
     """A table of similarities by content, position and these further columns."""
     columns = [Column("content", "content", is_text=True), Column("position", "position", is_text=True)]
-    columns += [Column(part, part) for part in part_columns]
+    columns += [Column(column_name, column_name) for column_name in part_columns]
     columns += [Column(measure, measure, digits=4) for measure in _QUERY_MEASURES]
     return Table.of(name, _QUERY_CAPTION, columns, means)
 

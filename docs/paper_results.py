@@ -123,11 +123,15 @@ def _samples_of(table: pd.DataFrame, columns: list[str]) -> int:
 
 
 def _ordered(settings: pd.Series) -> list[int]:
-    """The index of settings in their order, those that differ in a number at their end by that number."""
+    """The index of the settings, sorted: by first appearance, and those that differ only in a last number by that.
+
+    So `topk=16` stands before `topk=128`, and both where the first of them stood.
+    """
     parts = settings.str.extract(r"^(?P<name>.*?)(?P<number>\d+(?:\.\d+)?)?$")
-    first_places = {name: place for place, name in reversed([*enumerate(parts["name"])])}
-    keys = pd.DataFrame({"place": parts["name"].map(first_places), "number": parts["number"].astype(float).fillna(0)})
-    return [*keys.sort_values(["place", "number"], kind="stable").index]
+    name_codes, _ = pd.factorize(parts["name"])  # names by first appearance
+    last_numbers = parts["number"].astype(float).fillna(0)
+    keys = pd.DataFrame({"name": name_codes, "number": last_numbers})
+    return [*keys.sort_values(["name", "number"], kind="stable").index]
 
 
 def date_of(folder: Path) -> str:

@@ -22,7 +22,7 @@ def warpers(temperature: float, top_p: float = 1.0) -> LogitsProcessorList:
 def seeded_draws(seed: int, state: State) -> Iterator[None]:
     """Within the block torch's draws depend on the seed and on the state's tokens alone; after it they go on as before.
 
-    So an answer and a draft draw alike where one state, one seed and the same warpers are given.
+    The same state, seed and warpers give the same tokens, so drafts are sampled as answers are.
     """
     device = state.logits.device
     forked_devices = [device] if device.type == "cuda" else []

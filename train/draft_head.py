@@ -343,6 +343,7 @@ class DraftHeadObjective(HeadObjective):
         learned_steps = []
         weights = []
         for step, lm_head_inputs in enumerate(steps):
+            # Both end with the text's last row, so a step's last rows learn from the teacher's last ones.
             row_count = min(len(lm_head_inputs), teacher_rows)
             is_learned = teacher.in_vocabulary[teacher_rows - row_count :].float()
             learned_steps.append(lm_head_inputs[len(lm_head_inputs) - row_count :])

@@ -151,7 +151,7 @@ class _ChunkStatistics(NamedTuple):
 
 
 def _quotas(chunks: _ChunkStatistics, cut: int) -> Tensor:
-    """[c] int64: how many entries of each chunk are to stay: `cut` of those that are cut, and the others whole."""
+    """[c] int64: the most entries that each chunk keeps: `cut` in a chunk that is cut, all of them in the others."""
     is_cut = (chunks.means >= chunks.means.median()) & (chunks.evenness < chunks.evenness.median())
     return torch.where(is_cut, chunks.lengths.clamp(max=cut), chunks.lengths)
 

@@ -118,8 +118,8 @@ class TopClusters(Summaries):
 
     A cluster's score is the dot product of query and centroid, neither normalised nor scaled (section III-C). Query
     heads of a group vote with the largest of theirs: the paper selects for each query head, and one set is read here.
-    `budgets` has one for each row; without padding they are equal. A budget counts sinks and entries in clusters, and
-    those in no cluster, at most `window`, come on top. For the other arguments see `ClusterKV`.
+    `budgets` holds one number per row, the same one without padding. It counts sinks and entries in clusters; those in
+    no cluster, at most `window`, come on top. For the other arguments see `ClusterKV`.
     """
 
     def __init__(self, budgets: tuple[int, ...], sinks: int, tokens: int, window: int, iterations: int) -> None:

@@ -146,7 +146,7 @@ class TopPages(Summaries):
     generated tokens are made as they fill.
 
     The entries of the partial page are always read, within a row's budget, which does not count the token's own; the
-    rest of it is rounded down to whole pages. `budgets` has one for each row; without padding they are equal.
+    rest of it is rounded down to whole pages. `budgets` holds one number per row, the same one without padding.
     """
 
     def __init__(self, budgets: tuple[int, ...], page: int = 16) -> None:
