@@ -16,24 +16,30 @@ from keepsight.runtime.state import Needs, prefill
 from tests.runtime.asked import answer_with, asking
 
 Choose = Callable[[Tensor, Tensor, float], list[int]]
-"""Queries [G, d] of a KV head's group, its keys [C + 1, d] and the scaling -> places among the first C."""
+"""Queries [G, d] of a KV head's group, its keys [C + 1, d] and the scaling -> positions among the first C."""
 
 
-def turned(key: Tensor, position: int, base: float) -> Tensor:
-    """RoPE of a key or query [d], further by `position`."""
+def rotate(key: Tensor, position: int, base: float) -> Tensor:
+    """A key or query [d] that RoPE has moved on by `position`."""
     half = len(key) // 2
-    out = key.clone()
+    rotated = key.clone()
     for pair in range(half):
         angle = torch.tensor(position * base ** (-pair / half))
-        one, two = key[pair], key[half + pair]
-        out[pair] = one * angle.cos() - two * angle.sin()
-        out[half + pair] = two * angle.cos() + one * angle.sin()
-    return out
+        real = key[pair]
+        imaginary = key[half + pair]
+        rotated[pair] = real * angle.cos() - imaginary * angle.sin()
+        rotated[half + pair] = imaginary * angle.cos() + real * angle.sin()
+    return rotated
 
 
 def weights_of(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """[G, C + 1]: softmax of each head."""
     return torch.softmax(query @ keys.T * scaling, dim=-1)
+
+
+def ranked(scores: list[float]) -> list[int]:
+    """The indices from the highest score to the lowest, lowest index first among equals."""
+    return sorted(range(len(scores)), key=lambda index: -scores[index])
 
 
 def top_attention(budget: int, sinks: int = 0, window: int = 0) -> Choose:
@@ -42,9 +48,9 @@ def top_attention(budget: int, sinks: int = 0, window: int = 0) -> Choose:
     def select(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
         count = len(keys) - 1
         largest = weights_of(query, keys, scaling).amax(dim=0).tolist()
-        kept = [place for place in range(count) if place < sinks or place >= count - window]
-        rest = sorted(set(range(count)) - set(kept), key=lambda place: -largest[place])
-        return (kept + rest)[:budget]
+        protected = [position for position in range(count) if position < sinks or position >= count - window]
+        by_weight = [position for position in ranked(largest[:count]) if position not in protected]
+        return (protected + by_weight)[:budget]
 
     return select
 
@@ -62,11 +68,15 @@ def top_pages(budget: int, page: int) -> Choose:
 
     def select(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
         count = len(keys) - 1
-        full, rest = divmod(count, page)
-        places = [list(range(page * number, page * (number + 1))) for number in range(full)]
-        bounds = [max(page_bound(head, keys[each]) for head in query) for each in places]
-        best = sorted(range(full), key=lambda number: -bounds[number])[: max(budget - rest, 0) // page]
-        return [place for number in best for place in places[number]] + list(range(count - rest, count))
+        page_count, remainder = divmod(count, page)
+        pages = [list(range(page * index, page * (index + 1))) for index in range(page_count)]
+        bounds = []
+        for positions in pages:
+            bounds.append(max(page_bound(head, keys[positions]) for head in query))
+        selected = []
+        for index in ranked(bounds)[: max(budget - remainder, 0) // page]:
+            selected += pages[index]
+        return selected + list(range(count - remainder, count))
 
     return select
 
@@ -74,32 +84,45 @@ def top_pages(budget: int, page: int) -> Choose:
 def clusters_of(keys: Tensor, tokens: int) -> list[tuple[Tensor, list[int]]]:
     """Centroids and members of the clusters of some keys, by cosine, until none changes its cluster."""
     count = -(-len(keys) // tokens)
-    centroids, labels = [keys[number * len(keys) // count] for number in range(count)], list[int]()
+    centroids = [keys[index * len(keys) // count] for index in range(count)]
+    labels: list[int] = []
     while True:
-        cosines = [[float(torch.cosine_similarity(key, each, dim=0)) for each in centroids] for key in keys]
-        found = [each.index(max(each)) for each in cosines]
-        members = [[place for place, label in enumerate(found) if label == each] for each in range(count)]
-        if found == labels:
+        closest = []
+        for key in keys:
+            cosines = [float(torch.cosine_similarity(key, centroid, dim=0)) for centroid in centroids]
+            closest.append(cosines.index(max(cosines)))
+        members: list[list[int]] = [[] for _ in range(count)]
+        for position, label in enumerate(closest):
+            members[label].append(position)
+        if closest == labels:
             return list(zip(centroids, members, strict=True))
-        labels = found
-        centroids = [keys[own].mean(dim=0) if own else old for own, old in zip(members, centroids, strict=True)]
+        labels = closest
+        for index, positions in enumerate(members):
+            if positions:
+                centroids[index] = keys[positions].mean(dim=0)
 
 
 def top_clusters(budget: int, sinks: int, tokens: int, window: int, prompt: int) -> Choose:
     """The clusters with the largest dot product in any head of the group, and what is in none: sinks and the newest."""
-    known: dict[bytes, list[tuple[Tensor, list[int]]]] = {}  # the same keys are seen at every step
+    clusters_of_keys: dict[bytes, list[tuple[Tensor, list[int]]]] = {}  # the same keys are seen at every step
 
     def select(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
-        count, found = len(keys) - 1, []
+        count = len(keys) - 1
+        fits = []
+        clusters = []
         bounds = [sinks, *range(prompt, count + 1, window)]
         for start, end in itertools.pairwise(bounds):
-            own = keys[start:end].contiguous()
-            clusters = known.get(own.numpy().tobytes()) or clusters_of(own, tokens)
-            known[own.numpy().tobytes()] = clusters
-            found += [(centroid, [start + place for place in members]) for centroid, members in clusters]
-        best = sorted(found, key=lambda each: -max(float(head @ each[0]) for head in query))
-        chosen = [place for _, members in best for place in members][: budget - sinks]
-        return list(range(sinks)) + chosen + list(range(bounds[-1], count))
+            segment = keys[start:end].contiguous()
+            identity = segment.numpy().tobytes()
+            if identity not in clusters_of_keys:
+                clusters_of_keys[identity] = clusters_of(segment, tokens)
+            for centroid, members in clusters_of_keys[identity]:
+                fits.append(max(float(head @ centroid) for head in query))
+                clusters.append([start + member for member in members])
+        selected = []
+        for index in ranked(fits):
+            selected += clusters[index]
+        return list(range(sinks)) + selected[: budget - sinks] + list(range(bounds[-1], count))
 
     return select
 
@@ -119,10 +142,14 @@ class SlowReader:
     """
 
     def __init__(self, model, ids: Tensor, choose: list[Choose], head: RetrievalHead | None = None) -> None:
-        self.model, self.tokens, self.choose, self.head = model, ids, choose, head
+        self.model = model
+        self.tokens = ids
+        self.choose = choose
+        self.head = head
         self.layers = head.layers_of(model) if head is not None else ()
         state = prefill(model, ids, needs=Needs(features=self.layers))
-        self.cache, self.logits = asking(state.cache), state.logits
+        self.cache = asking(state.cache)
+        self.logits = state.logits
         self.features = state.features_of(self.layers) if self.layers else None
         self.read_last: list[list[list[int]]] = []
 
@@ -131,17 +158,21 @@ class SlowReader:
         position = torch.tensor([[self.tokens.shape[1]]])
         self.tokens = torch.cat([self.tokens, token], dim=1)
         self.read_last = [[] for _ in self.choose]
-        chosen = self._by_head() if self.head is not None else None
+        by_head = self._by_head() if self.head is not None else None
 
         def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-            group, outputs = query.shape[1] // keys.shape[1], []
+            group = query.shape[1] // keys.shape[1]
+            outputs = []
             for kv_head in range(keys.shape[1]):
-                rows = query[0, kv_head * group : (kv_head + 1) * group, 0]
-                own = self._of_group(chosen, layer)[kv_head] if chosen is not None else None
-                places = own if own is not None else self.choose[layer](rows, keys[0, kv_head], scaling)
-                self.read_last[layer].append(sorted(places))
-                places = [*places, keys.shape[2] - 1]
-                outputs.append(weights_of(rows, keys[0, kv_head, places], scaling) @ values[0, kv_head, places])
+                queries = query[0, kv_head * group : (kv_head + 1) * group, 0]
+                if by_head is not None:
+                    selected = self._of_group(by_head, layer)[kv_head]
+                else:
+                    selected = self.choose[layer](queries, keys[0, kv_head], scaling)
+                self.read_last[layer].append(sorted(selected))
+                with_newest = [*selected, keys.shape[2] - 1]
+                weights = weights_of(queries, keys[0, kv_head, with_newest], scaling)
+                outputs.append(weights @ values[0, kv_head, with_newest])
             return torch.cat(outputs)[None, None]
 
         with torch.no_grad(), RecordFeatures(self.model, self.layers) as recorded:
@@ -151,26 +182,31 @@ class SlowReader:
             self.features = torch.cat([self.features, torch.cat(recorded.outputs(), dim=-1)], dim=1)
         return output.logits
 
-    def _of_group(self, chosen: list[list[int]], layer: int) -> list[list[int]]:
+    def _of_group(self, by_head: list[list[int]], layer: int) -> list[list[int]]:
         """Of what the head chooses, group after group, that of the layer's group."""
         assert self.head is not None
-        groups, layers = self.head.config.groups, len(self.choose)
-        starts = [min(at for at in range(layers) if at * groups >= group * layers) for group in range(groups)]
+        groups = self.head.config.groups
+        layers = len(self.choose)
+        starts = []
+        for group in range(groups):
+            starts.append(min(index for index in range(layers) if index * groups >= group * layers))
         group = sum(layer >= start for start in starts) - 1
-        each = len(chosen) // groups
-        return chosen[group * each : (group + 1) * each]
+        kv_heads = len(by_head) // groups
+        return by_head[group * kv_heads : (group + 1) * kv_heads]
 
     def _by_head(self) -> list[list[int]]:
         """What the head's own attention chooses, over all tokens from scratch."""
         assert self.head is not None
-        features, count = None, self.tokens.shape[1]
+        features = None
         if self.features is not None:
             features = torch.cat([torch.zeros_like(self.features[:, :1]), self.features], dim=1)
+        positions = torch.arange(self.tokens.shape[1])[None]
         with torch.no_grad():
             embeddings = self.model.get_input_embeddings()(self.tokens)
-            query, keys = self.head.project(embeddings, features, torch.arange(count)[None])
+            query, keys = self.head.project(embeddings, features, positions)
         group = query.shape[1] // keys.shape[1]
-        return [
-            self.choose[0](query[0, kv_head * group : (kv_head + 1) * group, -1], keys[0, kv_head], self.head.scaling)
-            for kv_head in range(keys.shape[1])
-        ]
+        by_head = []
+        for kv_head in range(keys.shape[1]):
+            queries = query[0, kv_head * group : (kv_head + 1) * group, -1]
+            by_head.append(self.choose[0](queries, keys[0, kv_head], self.head.scaling))
+        return by_head
