@@ -16,7 +16,10 @@ from tests.close import assert_close
 from tests.refused import refused
 from tests.tiny import prompt_ids, tiny_model
 
-LENGTH, WINDOW = 45, 6
+LENGTH = 45
+WINDOW = 6
+KV_HEADS = 2
+WIDTH = 8
 TURN = prompt_ids(9, seed=4)[0]
 
 
@@ -25,27 +28,27 @@ def slow_channels(queries: Tensor, keys: Tensor, dropped: int) -> list[int]:
     width = keys.shape[1]
     scores = []
     for channel in range(width):
-        query_squares = [float(query[channel]) ** 2 for group in queries for query in group]
+        query_squares = [float(query[channel]) ** 2 for query in queries.flatten(0, 1)]
         key_squares = [float(key[channel]) ** 2 for key in keys]
         scores.append(sum(query_squares) / len(query_squares) * sum(key_squares) / len(key_squares))
-    least = sorted(range(width), key=lambda channel: scores[channel])[:dropped]
-    return [channel for channel in range(width) if channel not in least]
+    ascending = sorted(range(width), key=lambda channel: scores[channel])
+    return sorted(ascending[dropped:])
 
 
 def zeroed(model: Any, state: State, share: float, inner: Any = None) -> State:
     """A state whose older keys have zeros in the channels that a slow loop drops."""
     queries = [recorded_queries(layer, WINDOW).queries for layer in state.layers]
-    kept = state.copy() if inner is None else inner.compress_state(model, state)
-    for layer, layer_queries in zip(kept.layers, queries, strict=True):
+    thinned = state.copy() if inner is None else inner.compress_state(model, state)
+    for layer, layer_queries in zip(thinned.layers, queries, strict=True):
         keys = layer.keys.clone()
         for row in range(keys.shape[0]):
-            for head in range(2):
+            for head in range(KV_HEADS):
                 group = layer_queries[row, 2 * head : 2 * head + 2]
-                stays = slow_channels(group, keys[row, head], int(8 * share))
-                dropped = [channel for channel in range(8) if channel not in stays]
+                channels = slow_channels(group, keys[row, head], int(WIDTH * share))
+                dropped = [channel for channel in range(WIDTH) if channel not in channels]
                 keys[row, head, :-WINDOW, dropped] = 0.0
         layer.keys = keys
-    return kept
+    return thinned
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.9])
@@ -54,17 +57,18 @@ def test_answers_are_those_of_keys_with_zeros(share: float, inner: Any) -> None:
     model = tiny_model()
     ids, _ = prompt_ids(LENGTH, LENGTH)
     method = ThinK(share=share, window=WINDOW, inner=inner)
-    whole = prefill(model, ids, needs=method.needs())
-    expected = zeroed(model, whole, share, inner)
+    full = prefill(model, ids, needs=method.needs())
+    expected = zeroed(model, full, share, inner)
     state = method.start(model, ids)
-    for layer, other in zip(state.entries(), expected.entries(), strict=True):
-        assert_close(layer.keys, other.keys)
-        assert_close(layer.values, other.values)
+    for layer, expected_layer in zip(state.entries(), expected.entries(), strict=True):
+        assert_close(layer.keys, expected_layer.keys)
+        assert_close(layer.values, expected_layer.values)
+
     turn = TURN.expand(2, -1)
-    after, logits = read(model, state, turn)
+    state, logits = read(model, state, turn)
     expected, expected_logits = read(model, expected, turn)
     assert_close(logits, expected_logits)
-    _, logits = read(model, after, turn[:, :1])
+    _, logits = read(model, state, turn[:, :1])
     _, expected_logits = read(model, expected, turn[:, :1])
     assert_close(logits, expected_logits)
 
@@ -72,12 +76,12 @@ def test_answers_are_those_of_keys_with_zeros(share: float, inner: Any) -> None:
 def test_bytes_are_saved() -> None:
     model = tiny_model()
     ids, _ = prompt_ids(LENGTH)
-    whole = prefill(model, ids)
+    full = prefill(model, ids)
     state = ThinK(share=0.5, window=WINDOW).start(model, ids)
-    entry_bytes = 8 * 4
-    saved_by_head = (LENGTH - WINDOW) * entry_bytes // 2
+    key_bytes = WIDTH * 4
+    saved_by_head = (LENGTH - WINDOW) * key_bytes // 2
     channel_numbers = 4 * 8
-    assert whole.kv_bytes - state.kv_bytes == 3 * 2 * (saved_by_head - channel_numbers)
+    assert full.kv_bytes - state.kv_bytes == 3 * KV_HEADS * (saved_by_head - channel_numbers)
     assert state.counts().unique().tolist() == [LENGTH]
 
 
@@ -87,14 +91,12 @@ def test_attention_in_blocks_and_with_sinks() -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    layer = ThinLayer(
-        random(1, 2, 5, 4),
-        torch.tensor([[[0, 2, 5, 7], [1, 2, 3, 6]]]),
-        random(1, 2, 5, 8),
-        random(1, 2, 3, 8),
-        random(1, 2, 3, 8),
-        8,
-    )
+    thin_keys = random(1, 2, 5, 4)
+    channels = torch.tensor([[[0, 2, 5, 7], [1, 2, 3, 6]]])
+    thin_values = random(1, 2, 5, 8)
+    window_keys = random(1, 2, 3, 8)
+    window_values = random(1, 2, 3, 8)
+    layer = ThinLayer(thin_keys, channels, thin_values, window_keys, window_values, 8)
     queries = random(1, 4, 150, 8)
     keys = random(1, 2, 150, 8)
     values = random(1, 2, 150, 8)
@@ -104,17 +106,20 @@ def test_attention_in_blocks_and_with_sinks() -> None:
     entries = layer.entries()
     for head in range(4):
         logits = (queries[0, head] @ entries.keys[0, head // 2].T * 0.3 / 5.0).tanh() * 5.0
-        logits.masked_fill_(torch.ones_like(logits, dtype=torch.bool).triu(9), -torch.inf)
+        later = torch.ones_like(logits, dtype=torch.bool).triu(9)
+        logits.masked_fill_(later, -torch.inf)
         sinks: Any = softmax.sinks
-        with_sink = torch.cat([logits, sinks[head].expand(150, 1)], dim=1).softmax(dim=1)[:, :-1]
-        assert_close(output[0, :, head], with_sink @ entries.values[0, head // 2])
+        with_sink = torch.cat([logits, sinks[head].expand(150, 1)], dim=1)
+        weights = with_sink.softmax(dim=1)[:, :-1]
+        assert_close(output[0, :, head], weights @ entries.values[0, head // 2])
 
 
 def test_short_prompts_keep_all_channels() -> None:
     model = tiny_model()
     ids, _ = prompt_ids(WINDOW)
     options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None}
-    assert torch.equal(generate(model, ids, ThinK(window=WINDOW), **options), generate(model, ids, **options))
+    answer = generate(model, ids, ThinK(window=WINDOW), **options)
+    assert torch.equal(answer, generate(model, ids, **options))
     assert make_method("think", None, share=0.4) == make_method("think", 64, share=0.4) == ThinK(0.4)
 
 
