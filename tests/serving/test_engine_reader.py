@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +14,12 @@ from keepsight.serving.prefix import file_of, letters_of_id, placeholders
 from keepsight.serving.vllm.access import CHAT, COMPLETIONS, STOPPING
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.refused import refused
-from tests.serving.test_long_prompts import LONG, files, settled
-from tests.tiny import tiny_tokenizer
+from tests.serving.beside_vllm import LONG, prefix_ids, wait_for
 
-BUDGET, ENTRIES, CONTEXT = 128, 130, 600
-Step = tuple[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def rewriter(tmp_path_factory: pytest.TempPathFactory) -> Rewriter:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_tokenizer().save_pretrained(str(folder))
-    return Rewriter(str(folder / "prefixes"), str(folder))
+BUDGET = 128
+ENTRIES = 130
+CONTEXT = 600
+BUSY = (429, {"error": {"message": "later", "code": 429}})
 
 
 class Evicting:
@@ -33,19 +27,20 @@ class Evicting:
 
     Attributes:
         steps: Paths and bodies of what it was asked, in order.
+        ids: The ids of the prefixes that it has written, in order.
         open: While it is not set, prompts are being read.
         refusal: The status and the body with which it answers a prompt instead.
-        left: Prompts that were broken off.
+        broken_off: Number of prompts that were not read to their end.
     """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
-        self.steps = list[Step]()
+        self.steps = list[tuple[str, dict[str, Any]]]()
         self.ids = list[str]()
         self.open = asyncio.Event()
         self.refusal: tuple[int, Any] | None = None
-        self.left = 0
+        self.broken_off = 0
         folder.mkdir(parents=True, exist_ok=True)
         transfer = evicting_config(folder.parent, folder, {"name": "snapkv", "budget": BUDGET})
         model = SimpleNamespace(
@@ -76,18 +71,19 @@ class Evicting:
             await self.evict(receive, send)
 
     async def evict(self, receive: Any, send: Any) -> None:
-        read = asyncio.ensure_future(self.open.wait())
-        gone = asyncio.ensure_future(receive())
-        await asyncio.wait({read, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not read.done():
-            read.cancel()
-            self.left += 1
+        reading = asyncio.ensure_future(self.open.wait())
+        leaving = asyncio.ensure_future(receive())
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not reading.done():
+            reading.cancel()
+            self.broken_off += 1
             await reply(send, 200, None)
             return
-        self.ids.append(f"{len(self.ids) + 1:032x}")
-        file_of(self.folder, self.ids[-1]).write_bytes(b"0" * 100)
-        await reply(send, 200, {"kv_transfer_params": {"keepsight": self.ids[-1], "entries": ENTRIES}})
+        prefix = f"{len(self.ids) + 1:032x}"
+        self.ids.append(prefix)
+        file_of(self.folder, prefix).write_bytes(b"0" * 100)
+        await reply(send, 200, {"kv_transfer_params": {"keepsight": prefix, "entries": ENTRIES}})
 
     async def answer(self, body: dict[str, Any], send: Any) -> None:
         if not body.get("stream"):
@@ -95,8 +91,8 @@ class Evicting:
             return
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for word in (b"data: one\n\n", b"data: [DONE]\n\n"):
-            await send({"type": "http.response.body", "body": word, "more_body": True})
+        for event in (b"data: one\n\n", b"data: [DONE]\n\n"):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -111,17 +107,17 @@ class Client:
     def __init__(self, app: Prefixes, engine: Evicting) -> None:
         self.app = app
         self.engine = engine
-        self.left = asyncio.Event()
+        self.has_left = asyncio.Event()
         self.status = 0
         self.body = b""
 
     async def ask(self, path: str, request: dict[str, Any]) -> "Client":
-        waiting = [{"type": "http.request", "body": json.dumps(request).encode()}]
+        requests = [{"type": "http.request", "body": json.dumps(request).encode()}]
 
         async def receive() -> Any:
-            if waiting:
-                return waiting.pop()
-            await self.left.wait()
+            if requests:
+                return requests.pop()
+            await self.has_left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
@@ -138,6 +134,9 @@ class Client:
         return json.loads(self.body)["error"]
 
 
+NewClient = Callable[[], Client]
+
+
 def chat(ids: list[int], **options: Any) -> dict[str, Any]:
     """A chat whose prompt has these tokens."""
     turns = [{"role": "user", "content": "for item in the list:"}]
@@ -145,7 +144,7 @@ def chat(ids: list[int], **options: Any) -> dict[str, Any]:
 
 
 def with_engine(
-    rewriter: Rewriter, folder: Path, conversation: Callable[[Evicting, Callable[[], Client]], Any]
+    rewriter: Rewriter, folder: Path, conversation: Callable[[Evicting, NewClient], Awaitable[None]]
 ) -> None:
     """Have a conversation, in which each client is new."""
 
@@ -160,12 +159,13 @@ def with_engine(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_plain_chat_is_read_and_then_answered_from_what_was_kept(rewriter: Rewriter, tmp_path: Path, stream) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         client = await new().ask(CHAT, chat(LONG, stream=stream, model="tiny", cache_salt="ada", temperature=1.5))
         assert client.status == 200
-        (first, evicted), (second, answered) = engine.steps
-        name = evicted["kv_transfer_params"].pop("keepsight_plain")
-        assert len(name) == 32 and evicted == {
+        (path_of_reading, reading), (path_of_answer, answering) = engine.steps
+        assert path_of_reading == COMPLETIONS
+        assert len(reading["kv_transfer_params"].pop("keepsight_plain")) == 32
+        assert reading == {
             "model": "tiny",
             "prompt": LONG[:-1],
             "max_tokens": 1,
@@ -173,9 +173,10 @@ def test_a_plain_chat_is_read_and_then_answered_from_what_was_kept(rewriter: Rew
             "cache_salt": "ada",
             "kv_transfer_params": {"keepsight_evict": True},
         }
+        assert path_of_answer == CHAT
         ids = [*placeholders(engine.ids[0], ENTRIES, rewriter.alphabet), LONG[-1]]
-        assert (first, second) == (COMPLETIONS, CHAT)
-        assert answered["kv_transfer_params"] == {"prompt_token_ids": ids} and answered["temperature"] == 1.5
+        assert answering["kv_transfer_params"] == {"prompt_token_ids": ids}
+        assert answering["temperature"] == 1.5
         if stream:
             assert client.body == b"data: one\n\ndata: [DONE]\n\n"
 
@@ -183,19 +184,19 @@ def test_a_plain_chat_is_read_and_then_answered_from_what_was_kept(rewriter: Rew
 
 
 def test_the_same_prompt_is_read_once_and_salts_share_nothing(rewriter: Rewriter, tmp_path: Path) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         engine.open.clear()
-        asked = [asyncio.create_task(new().ask(CHAT, chat(LONG))) for _ in range(3)]
-        await settled(lambda: len(engine.steps) == 1)
+        requests = [asyncio.create_task(new().ask(CHAT, chat(LONG))) for _ in range(3)]
+        await wait_for(lambda: len(engine.steps) == 1)
         engine.open.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
         await new().ask(COMPLETIONS, {"prompt": LONG, "max_tokens": 4})
         assert len(engine.ids) == 1
         await new().ask(CHAT, chat(LONG, cache_salt="bob"))
         assert len(engine.ids) == 2
         file_of(engine.folder, engine.ids[0]).unlink()
         await new().ask(CHAT, chat(LONG))
-        assert len(engine.ids) == 3  # a lost file is made again
+        assert len(engine.ids) == 3, "a lost file is made again"
 
     with_engine(rewriter, tmp_path, conversation)
 
@@ -204,20 +205,23 @@ def test_a_budget_of_a_request(rewriter: Rewriter, tmp_path: Path, monkeypatch) 
     """The engine is asked for so many entries; prefixes of one budget are not those of another."""
     monkeypatch.setenv("KEEPSIGHT_MAX_BUDGET", "160")
 
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
-        wanted = []
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         for budget in (None, BUDGET, 160, 0.35, 160, 0.35, None):
             client = await new().ask(CHAT, chat(LONG, keepsight={"budget": budget}))
-            assert client.status == 200 and "keepsight" not in json.loads(client.body)
+            assert client.status == 200
+            assert "keepsight" not in json.loads(client.body)
+        evictions = []
         for path, body in engine.steps:
             if path == COMPLETIONS:
-                wanted.append(body["kv_transfer_params"]["keepsight_evict"])
-        assert wanted == [True, 160, 0.35] and len({*engine.ids}) == 3
-        steps = len(engine.steps)
+                evictions.append(body["kv_transfer_params"]["keepsight_evict"])
+        assert evictions == [True, 160, 0.35]
+        assert len({*engine.ids}) == 3
+        steps_before = len(engine.steps)
         for fields, param in (({"budget": 161}, "budget"), ({"budget": 100}, "budget"), ({"adapter": "a"}, "adapter")):
             client = await new().ask(CHAT, chat(LONG, keepsight=fields))
-            assert client.status == 400 and client.error["param"] == f"keepsight.{param}"
-        assert len(engine.steps) == steps
+            assert client.status == 400
+            assert client.error["param"] == f"keepsight.{param}"
+        assert len(engine.steps) == steps_before
 
     with_engine(rewriter, tmp_path, conversation)
 
@@ -225,10 +229,10 @@ def test_a_budget_of_a_request(rewriter: Rewriter, tmp_path: Path, monkeypatch) 
 def test_kept_prefixes_are_bounded_by_bytes(rewriter: Rewriter, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("KEEPSIGHT_PREFIX_BYTES", "250")
 
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         for number in range(4):
             await new().ask(CHAT, chat(LONG[: 390 + number]))
-        assert files(engine.folder) == {*engine.ids[-2:]}
+        assert prefix_ids(engine.folder) == {*engine.ids[-2:]}
 
     with_engine(rewriter, tmp_path, conversation)
 
@@ -236,7 +240,7 @@ def test_kept_prefixes_are_bounded_by_bytes(rewriter: Rewriter, tmp_path: Path, 
 def test_short_prompts_and_documents_are_one_request(rewriter: Rewriter, tmp_path: Path) -> None:
     least = 2 * max(BUDGET, letters_of_id(len(rewriter.alphabet)))
 
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         await new().ask(CHAT, chat(LONG[: least - 1]))
         document = {"prompt": LONG, "kv_transfer_params": {"keepsight_evict": True}}
         await new().ask(COMPLETIONS, document)
@@ -251,7 +255,7 @@ def test_short_prompts_and_documents_are_one_request(rewriter: Rewriter, tmp_pat
     ("refusal", "status", "why"),
     [
         ((400, {"error": {"message": "no\nmodel", "code": "model_not_found"}}), 400, "no model"),
-        ((429, {"error": {"message": "later", "code": 429}}), 429, "later"),
+        (BUSY, 429, "later"),
         ((500, {"error": {"message": "EngineCore died", "code": 500}}), 500, "EngineCore died"),
         ((200, {"kv_transfer_params": {"keepsight_error": "spell", "keepsight_status": 400}}), 400, "keepsight: spell"),
         ((200, {"kv_transfer_params": {"keepsight_error": "No space left"}}), 500, "No space left"),
@@ -261,27 +265,28 @@ def test_short_prompts_and_documents_are_one_request(rewriter: Rewriter, tmp_pat
     ],
 )
 def test_an_error_of_the_first_step_is_the_answer(rewriter: Rewriter, tmp_path: Path, refusal, status, why) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         engine.refusal = refusal
         client = await new().ask(CHAT, chat(LONG, stream=True))
-        assert client.status == status and why in client.error["message"] and "\n" not in client.error["message"]
+        assert client.status == status
+        assert why in client.error["message"]
+        assert "\n" not in client.error["message"]
         assert len(engine.steps) == 1
         engine.refusal = None
         client = await new().ask(CHAT, chat(LONG))
-        assert client.status == 200 and len(engine.steps) == 3  # it is read anew
+        assert client.status == 200
+        assert len(engine.steps) == 3, "it is read anew"
 
     with_engine(rewriter, tmp_path, conversation)
 
 
-@pytest.mark.parametrize("refusal", [None, (429, {"error": {"message": "later", "code": 429}})])
+@pytest.mark.parametrize("refusal", [None, BUSY])
 def test_a_stream_begins_while_its_prompt_is_still_read(rewriter: Rewriter, tmp_path, monkeypatch, refusal) -> None:
-    """By empty lines, which are no events; an error is an event then. Whole answers wait for their status."""
+    """By empty lines, which are no events; an error is an event then. Unstreamed answers wait for their status."""
     monkeypatch.setattr("keepsight.serving.vllm.middleware._PATIENCE", 0.05)
     monkeypatch.setattr("keepsight.serving.vllm.middleware._PING", 0.05)
 
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
-        evict = engine.evict
-
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         async def refuse(receive: Any, send: Any) -> None:
             await engine.open.wait()
             await reply(send, *refusal)
@@ -290,31 +295,40 @@ def test_a_stream_begins_while_its_prompt_is_still_read(rewriter: Rewriter, tmp_
             monkeypatch.setattr(engine, "evict", refuse)
         engine.open.clear()
         stream = new()
-        whole = new()
-        asked = [asyncio.create_task(stream.ask(CHAT, chat(LONG, stream=True)))]
-        asked.append(asyncio.create_task(whole.ask(CHAT, chat(LONG))))
-        await settled(lambda: stream.body == b"\n\n\n")
-        assert (stream.status, whole.status, whole.body) == (200, 0, b"")
+        unstreamed = new()
+        requests = [
+            asyncio.create_task(stream.ask(CHAT, chat(LONG, stream=True))),
+            asyncio.create_task(unstreamed.ask(CHAT, chat(LONG))),
+        ]
+        await wait_for(lambda: stream.body == b"\n\n\n")
+        assert stream.status == 200
+        assert unstreamed.status == 0
+        assert unstreamed.body == b""
         engine.open.set()
-        await asyncio.gather(*asked)
-        end = stream.body.decode().lstrip("\n")
+        await asyncio.gather(*requests)
+        assert stream.status == 200
+        events = stream.body.decode().strip("\n").split("\n\n")
         if refusal is None:
-            assert end == "data: one\n\ndata: [DONE]\n\n" and whole.status == 200
+            assert events == ["data: one", "data: [DONE]"]
+            assert unstreamed.status == 200
         else:
-            error, done = end.strip().split("\n\n")
-            assert "later" in error and json.loads(error.removeprefix("data: "))["error"]["code"] == 429
-            assert done == "data: [DONE]" and (stream.status, whole.status) == (200, 429)
-        monkeypatch.setattr(engine, "evict", evict)
+            error, end = events
+            assert "later" in error
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == 429
+            assert end == "data: [DONE]"
+            assert unstreamed.status == 429
 
     with_engine(rewriter, tmp_path, conversation)
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens"), [(CONTEXT, None), (CONTEXT, 1), (CONTEXT - 9, 10), (2000, 1)])
 def test_a_prompt_that_is_too_long_is_not_read(rewriter: Rewriter, tmp_path: Path, tokens, max_tokens) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         client = await new().ask(CHAT, chat((LONG * 5)[:tokens], max_tokens=max_tokens))
-        assert client.status == 400 and client.error["code"] == "context_length_exceeded" and not engine.steps
+        assert client.status == 400
+        assert client.error["code"] == "context_length_exceeded"
         assert f"maximum context length is {CONTEXT} tokens" in client.error["message"]
+        assert not engine.steps
         client = await new().ask(CHAT, chat((LONG * 5)[: CONTEXT - 9], max_tokens=9))
         assert client.status == 200
 
@@ -322,20 +336,24 @@ def test_a_prompt_that_is_too_long_is_not_read(rewriter: Rewriter, tmp_path: Pat
 
 
 def test_a_prompt_whose_client_leaves_is_broken_off_unless_another_waits(rewriter: Rewriter, tmp_path: Path) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         engine.open.clear()
-        clients = [new(), new()]
-        asked = [asyncio.create_task(client.ask(CHAT, chat(LONG))) for client in clients]
-        await settled(lambda: len(engine.steps) == 1)
-        clients[0].left.set()
-        await settled(asked[0].done)
+        first = new()
+        second = new()
+        first_request = asyncio.create_task(first.ask(CHAT, chat(LONG)))
+        second_request = asyncio.create_task(second.ask(CHAT, chat(LONG)))
+        await wait_for(lambda: len(engine.steps) == 1)
+        first.has_left.set()
+        await wait_for(first_request.done)
         await asyncio.sleep(0.2)
-        assert not engine.left
-        clients[1].left.set()
-        await settled(lambda: engine.left == 1)
-        await asyncio.gather(*asked)
+        assert not engine.broken_off
+        second.has_left.set()
+        await wait_for(lambda: engine.broken_off == 1)
+        await asyncio.gather(first_request, second_request)
         engine.open.set()
-        assert (await new().ask(CHAT, chat(LONG))).status == 200 and len(engine.ids) == 1
+        third = await new().ask(CHAT, chat(LONG))
+        assert third.status == 200
+        assert len(engine.ids) == 1
 
     with_engine(rewriter, tmp_path, conversation)
 
@@ -346,29 +364,32 @@ def test_a_prompt_that_is_being_read_when_the_server_stops_is_refused(
     stopping = tmp_path / "stopping"
     monkeypatch.setenv(STOPPING, str(stopping))
 
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         engine.open.clear()
         client = new()
-        asked = asyncio.create_task(client.ask(CHAT, chat(LONG)))
-        await settled(lambda: len(engine.steps) == 1)
+        request = asyncio.create_task(client.ask(CHAT, chat(LONG)))
+        await wait_for(lambda: len(engine.steps) == 1)
         stopping.touch()
-        await asked
-        assert client.status == 503 and engine.left == 1
+        await request
+        assert client.status == 503
+        assert engine.broken_off == 1
 
     with_engine(rewriter, tmp_path, conversation)
 
 
 def test_the_names_of_the_servers_own_prefixes_are_not_the_clients(rewriter: Rewriter, tmp_path: Path) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         params = {"keepsight_evict": True, "keepsight_plain": "x"}
         client = await new().ask(COMPLETIONS, {"prompt": LONG, "kv_transfer_params": params})
-        assert client.status == 400 and client.error["param"] == "kv_transfer_params" and not engine.steps
+        assert client.status == 400
+        assert client.error["param"] == "kv_transfer_params"
+        assert not engine.steps
 
     with_engine(rewriter, tmp_path, conversation)
 
 
 def test_an_engine_without_a_folder_of_ours_answers_plain_requests_alone(rewriter: Rewriter, tmp_path: Path) -> None:
-    async def conversation(engine: Evicting, new: Callable[[], Client]) -> None:
+    async def conversation(engine: Evicting, new: NewClient) -> None:
         options = engine.state.vllm_config.kv_transfer_config.kv_connector_extra_config
         del options["plain"]
         assert plain_eviction(engine.state.vllm_config) is None

@@ -15,17 +15,17 @@ from tokenizers.processors import TemplateProcessing
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
 from keepsight.serving.requests import IGNORED, NOT_SUPPORTED, ChatRequest, CompletionRequest
-from keepsight.serving.vllm.middleware import BYPASS, Prefixes, Rewriter
+from keepsight.serving.vllm.middleware import BYPASS, Rewriter
+from tests.serving.beside_vllm import FixedReader, Middleware, VllmStandIn
 from tests.serving.loopback import METHOD, serving
 from tests.serving.test_fields import VALUES
-from tests.serving.test_long_prompts import Engine as StandIn
-from tests.serving.test_long_prompts import Reads, sent
 from tests.serving.test_tools import TEMPLATE, WEATHER, call, response_template
 from tests.serving.test_tools import speaking as speaking
-from tests.tiny import save_tiny_target, tiny_tokenizer
+from tests.tiny import save_tiny_target
 from tests.typed import text_of
 
-CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
 PATHS = (CHAT, PLAIN)
 TEXT = "Nine ships sailed on the sea. " * 8
 TURNS = [{"role": "user", "content": TEXT}]
@@ -49,11 +49,12 @@ def names_in(cell: str) -> list[str]:
 def statuses_of_page() -> dict[tuple[str, str], str]:
     """What the page says of each field on each path."""
     statuses: dict[tuple[str, str], str] = {}
-    for fields, chats, completions, _ in rows_after("| field | chats |"):
+    for fields, status_in_chats, status_in_completions, _ in rows_after("| field | chats |"):
         for name in names_in(fields):
-            for path, status in ((CHAT, chats), (PLAIN, completions)):
-                assert status in STATUSES and (path, name) not in statuses, f"{name} of {path}"
-                statuses[path, name] = status
+            assert (CHAT, name) not in statuses, f"{name} has two rows"
+            statuses[CHAT, name] = status_in_chats
+            statuses[PLAIN, name] = status_in_completions
+    assert {*statuses.values()} <= STATUSES
     return statuses
 
 
@@ -109,13 +110,16 @@ def url(target: Target) -> Iterator[str]:
 
 
 def post(url: str, path: str, fields: dict[str, Any]) -> httpx.Response:
-    shared = {"model": "tiny", "max_tokens": 12}
-    asked = {"messages": TURNS} if path == CHAT else {"prompt": TEXT}
-    return httpx.post(url + path, json=shared | asked | fields, timeout=60)
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 12}
+    if path == CHAT:
+        body["messages"] = TURNS
+    else:
+        body["prompt"] = TEXT
+    return httpx.post(url + path, json=body | fields, timeout=60)
 
 
-def said(reply: httpx.Response) -> Any:
-    """What a reply says, without what each one has of its own."""
+def lines_of(reply: httpx.Response) -> list[str]:
+    """The lines of a reply, without what is new in every one."""
     assert reply.status_code == 200, reply.text
     text = re.sub(r'"(id|created|cached_tokens)": ?("[^"]*"|\d+)', r'"\1": 0', reply.text)
     return [line for line in text.splitlines() if line]
@@ -156,12 +160,12 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("path", "name"), [key for key, status in PAGE.items() if status == "supported"])
 def test_supported_fields_change_the_answer(url: str, path: str, name: str) -> None:
-    if name in OF_THEIR_OWN:
-        OF_THEIR_OWN[name](url, path)
+    if name in CHECKS:
+        CHECKS[name](url, path)
         return
-    value, beside = CHANGES[name]
-    plain = said(post(url, path, beside))
-    assert said(post(url, path, beside | {name: value})) != plain
+    value, other_fields = CHANGES[name]
+    without = lines_of(post(url, path, other_fields))
+    assert lines_of(post(url, path, other_fields | {name: value})) != without
 
 
 def check_model(url: str, path: str) -> None:
@@ -169,8 +173,12 @@ def check_model(url: str, path: str) -> None:
 
 
 def check_logprobs(url: str, path: str) -> None:
-    (choice,) = post(url, path, {"logprobs": True if path == CHAT else 1}).json()["choices"]
-    assert choice["logprobs"]["content" if path == CHAT else "tokens"]
+    if path == CHAT:
+        (choice,) = post(url, path, {"logprobs": True}).json()["choices"]
+        assert choice["logprobs"]["content"]
+    else:
+        (choice,) = post(url, path, {"logprobs": 1}).json()["choices"]
+        assert choice["logprobs"]["tokens"]
 
 
 def text_of_answer(url: str, path: str, fields: dict[str, Any]) -> str:
@@ -180,20 +188,24 @@ def text_of_answer(url: str, path: str, fields: dict[str, Any]) -> str:
 
 def check_stop(url: str, path: str) -> None:
     text = text_of_answer(url, path, {})
-    assert text_of_answer(url, path, {"stop": text[3]}) == text[: text.index(text[3])]
+    stop = text[3]
+    assert text_of_answer(url, path, {"stop": stop}) == text[: text.index(stop)]
 
 
 def check_stop_ids(url: str, path: str) -> None:
     chosen = {"logit_bias": {"50": 100}}
-    assert text_of_answer(url, path, chosen) != "" == text_of_answer(url, path, chosen | {"stop_token_ids": [50]})
+    assert text_of_answer(url, path, chosen) != ""
+    assert text_of_answer(url, path, chosen | {"stop_token_ids": [50]}) == ""
 
 
 def check_salt(url: str, path: str) -> None:
     def cached(fields: dict[str, Any]) -> int:
-        return int(post(url, path, fields).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        usage = post(url, path, fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     post(url, path, {})
-    assert cached({}) > 0 == cached({"cache_salt": f"of {path}"})
+    assert cached({}) > 0
+    assert cached({"cache_salt": f"of {path}"}) == 0
 
 
 def calls_of(path: str, fields: dict[str, Any]) -> int:
@@ -201,7 +213,8 @@ def calls_of(path: str, fields: dict[str, Any]) -> int:
     response = response_template("<tool_call>", "</tool_call>")
     with speaking(call("Ulm") + call("Bonn"), TEMPLATE, response) as url:
         body = post(url, path, {"max_tokens": 200} | fields).raise_for_status().json()
-    return len(body["choices"][0]["message"].get("tool_calls") or [])
+    message = body["choices"][0]["message"]
+    return len(message.get("tool_calls") or [])
 
 
 def check_tools(url: str, path: str) -> None:
@@ -216,7 +229,7 @@ def check_parallel_calls(url: str, path: str) -> None:
     assert calls_of(path, {"tools": [WEATHER], "parallel_tool_calls": False}) == 1
 
 
-OF_THEIR_OWN: dict[str, Callable[[str, str], None]] = {
+CHECKS: dict[str, Callable[[str, str], None]] = {
     "model": check_model,
     "logprobs": check_logprobs,
     "stop": check_stop,
@@ -226,22 +239,24 @@ OF_THEIR_OWN: dict[str, Callable[[str, str], None]] = {
     "tool_choice": check_tool_choice,
     "parallel_tool_calls": check_parallel_calls,
 }
-"""Fields that are seen in another way."""
+"""For each other field the check that shows its effect."""
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ignored_fields_change_nothing(url: str, path: str) -> None:
-    plain = said(post(url, path, {"temperature": 0}))
+    without = lines_of(post(url, path, {"temperature": 0}))
     for (path_of_row, name), status in PAGE.items():
         if status == "ignored" and path_of_row == path:
-            assert said(post(url, path, {name: {"deep": [7, True]}, "temperature": 0})) == plain, name
+            reply = post(url, path, {name: {"deep": [7, True]}, "temperature": 0})
+            assert lines_of(reply) == without, name
 
 
 @pytest.mark.parametrize(("path", "name"), [key for key, status in PAGE.items() if status == "refused"])
 def test_refused_fields_are_named_with_what_to_do(url: str, path: str, name: str) -> None:
     reply = post(url, path, {name: VALUES.get(name, True)})
     error = reply.json()["error"]
-    assert reply.status_code == 400 and error["param"] == name
+    assert reply.status_code == 400
+    assert error["param"] == name
     assert error["message"] == f"{name}: is not supported; {NOT_SUPPORTED[name]}"
 
 
@@ -250,26 +265,20 @@ def test_refused_values_are_named(url: str, value: str) -> None:
     fields = json.loads(value)
     reply = post(url, CHAT, fields)
     error = reply.json()["error"]
-    assert reply.status_code == 400 and error["param"].partition(".")[0] in fields
-    for words in ("Input should", "List should", "pydantic", "validation error"):
-        assert words not in error["message"]
+    assert reply.status_code == 400
+    assert error["param"].partition(".")[0] in fields
+    for jargon in ("Input should", "List should", "pydantic", "validation error"):
+        assert jargon not in error["message"]
 
 
 # The one beside vLLM, without vLLM
 
 
-@pytest.fixture(scope="module")
-def rewriter(tmp_path_factory: pytest.TempPathFactory) -> Rewriter:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_tokenizer().save_pretrained(str(folder))
-    return Rewriter(str(folder / "prefixes"), str(folder))
-
-
-class Tokenizing(StandIn):
+class TokenizesChats(VllmStandIn):
     """Stands for vLLM's application, and tells the tokens of chats too."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def prompt() -> Any:
+        async def receive_prompt() -> Any:
             message = await receive()
             body = json.loads(message["body"])
             if scope["path"] == "/tokenize" and "messages" in body:
@@ -277,14 +286,19 @@ class Tokenizing(StandIn):
                 message = message | {"body": json.dumps({"prompt": rendered}).encode()}
             return message
 
-        await super().__call__(scope, prompt, send)
+        await super().__call__(scope, receive_prompt, send)
 
 
-BESIDE_VLLM = {
-    name: (evicted, short)
-    for fields, evicted, short in rows_after("| field | prompts that are evicted from")
-    for name in names_in(fields)
-}
+def statuses_beside_vllm() -> dict[str, tuple[str, str]]:
+    """What the page says of each field with a prompt that is evicted from, and with a short one."""
+    statuses: dict[str, tuple[str, str]] = {}
+    for fields, status_if_evicted, status_if_short in rows_after("| field | prompts that are evicted from"):
+        for name in names_in(fields):
+            statuses[name] = (status_if_evicted, status_if_short)
+    return statuses
+
+
+BESIDE_VLLM = statuses_beside_vllm()
 
 
 def test_every_field_that_the_middleware_refuses_has_its_row() -> None:
@@ -296,23 +310,30 @@ def test_every_field_that_the_middleware_refuses_has_its_row() -> None:
 def test_other_fields_are_handed_on_to_vllm(rewriter: Rewriter, path: str, is_short: bool) -> None:
     """Each field of the page, with a value that our own server supports or refuses; `keepsight` does not reach vLLM."""
     text = "Hi" if is_short else TEXT
-    plain: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    body: dict[str, Any] = {"prompt": text}
+    if path == CHAT:
+        body = {"messages": [{"role": "user", "content": text}]}
     values: dict[str, Any] = {name: value for name, (value, _) in CHANGES.items()} | VALUES
     for name in ("messages", "prompt", "kv_transfer_params", "chat_template"):
-        values[name] = plain.get(name)
+        values[name] = body.get(name)
+    values["keepsight"] = {"budget": 130}
     for path_of_row, name in PAGE:
         if path_of_row != path:
             continue
-        vllm = Tokenizing(rewriter.tokenizer)
-        value = {"budget": 130} if name == "keepsight" else values.get(name, True)
-        status, reply = sent(Prefixes(vllm, rewriter, Reads()), vllm, path, plain | {name: value})
-        if BESIDE_VLLM.get(name, ("handed on", "handed on"))[is_short] == "refused":
-            assert status == 400 and reply["error"]["param"] == name and not vllm.seen
-            assert name in reply["error"]["message"] and "leave it out" in reply["error"]["message"]
-        else:
-            ((_, seen),) = vllm.seen
-            assert status == 200, f"{name}: {reply}"
-            if name == "keepsight":
-                assert name not in seen
-            else:
-                assert name in ("prompt", "kv_transfer_params") or seen.get(name) == value
+        vllm = TokenizesChats(rewriter.tokenizer)
+        value = values.get(name, True)
+        status, reply = Middleware(rewriter, FixedReader(), vllm).post(path, body | {name: value})
+        expected = BESIDE_VLLM.get(name, ("handed on", "handed on"))[is_short]
+        if expected == "refused":
+            assert status == 400
+            assert reply["error"]["param"] == name
+            assert name in reply["error"]["message"]
+            assert "leave it out" in reply["error"]["message"]
+            assert not vllm.requests
+            continue
+        assert status == 200, f"{name}: {reply}"
+        ((_, handed_on),) = vllm.requests
+        if name == "keepsight":
+            assert name not in handed_on
+        elif name not in ("prompt", "kv_transfer_params"):
+            assert handed_on.get(name) == value
