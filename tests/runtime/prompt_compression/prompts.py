@@ -28,11 +28,12 @@ def tiny_draft(family="llama", **changes):
 
 
 def small_specpc(budget: int | float = 20, **options: Any) -> SpecPC:
-    return SpecPC(budget, **({"window": 4, "draft": tiny_draft(), "kernel": 4} | options))
+    defaults = {"window": 4, "draft": tiny_draft(), "kernel": 4}
+    return SpecPC(budget, **(defaults | options))
 
 
 def small_cascade(**options: Any) -> SpecKVPC:
-    settings: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "budget": 16,
         "draft": tiny_draft(),
         "prompt_budget": 40,
@@ -41,29 +42,38 @@ def small_cascade(**options: Any) -> SpecKVPC:
         "prompt_window": 6,
         "window": 9,
     }
-    return SpecKVPC(**(settings | options))
+    return SpecKVPC(**(defaults | options))
 
 
 def by_word_length(text, rate):
-    """A compressor of a test: the longest words, the first ones of equals, are kept."""
+    """A compressor for tests: it keeps the longest words, and of equally long ones the first."""
     words = text.split()
-    ranked = sorted(range(len(words)), key=lambda place: -len(words[place]))[: round(rate * len(words))]
-    return [(word, place in ranked) for place, word in enumerate(words)]
+    longest_first = sorted(range(len(words)), key=lambda index: -len(words[index]))
+    kept = longest_first[: round(rate * len(words))]
+    return [(word, index in kept) for index, word in enumerate(words)]
 
 
 def shared_words(sentences, question):
-    """A similarity of a test: how many words of a sentence the question has too."""
-    asked = set(question.lower().split())
-    return torch.tensor([float(len(asked & set(sentence.lower().split()))) for sentence in sentences])
+    """A similarity for tests: how many words of a sentence the question has too."""
+    question_words = set(question.lower().split())
+    counts = []
+    for sentence in sentences:
+        shared = question_words & set(sentence.lower().split())
+        counts.append(float(len(shared)))
+    return torch.tensor(counts)
 
 
 def shared_with_question(question, chunks):
-    """A reader of a test: each word is a token, and gets attention where the question has it too."""
-    read = []
-    for place, chunk in enumerate(chunks):
-        found = [(each.start(), 0.1 + (each[0] in question) + 0.01 * place) for each in re.finditer(r"\w+", chunk)]
-        read.append(ChunkAttention(sum(weight for _, weight in found) / max(len(found), 1), found))
-    return read
+    """A reader for tests: each word is a token, and gets attention where the question has it too."""
+    attention = []
+    for index, chunk in enumerate(chunks):
+        tokens = []
+        for word in re.finditer(r"\w+", chunk):
+            weight = 0.1 + (word[0] in question) + 0.01 * index
+            tokens.append((word.start(), weight))
+        mean = sum(weight for _, weight in tokens) / max(len(tokens), 1)
+        attention.append(ChunkAttention(mean, tokens))
+    return attention
 
 
 def text_methods(budget: int = 20, window: int = 5) -> list[ShortenText]:

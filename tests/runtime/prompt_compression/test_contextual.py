@@ -30,83 +30,118 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(folder: Path) -> Path:
     torch.manual_seed(3)
-    shape = LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
-    get_peft_model(AutoModel.from_pretrained(folder), shape).save_pretrained(str(folder / "adapter"))
+    config = LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+    get_peft_model(AutoModel.from_pretrained(folder), config).save_pretrained(str(folder / "adapter"))
     return folder / "adapter"
 
 
-def turned(vector: Any, place: int, theta: float = 10_000.0) -> list[float]:
+def rotate(vector: Any, position: int, theta: float = 10_000.0) -> list[float]:
     """A head's query or key at its position (RoPE in halves)."""
-    half, out = len(vector) // 2, [0.0] * len(vector)
+    half = len(vector) // 2
+    rotated = [0.0] * len(vector)
     for i in range(half):
-        angle = place * theta ** (-i / half)
-        one, other = float(vector[i]), float(vector[i + half])
-        out[i] = one * math.cos(angle) - other * math.sin(angle)
-        out[i + half] = other * math.cos(angle) + one * math.sin(angle)
-    return out
+        angle = position * theta ** (-i / half)
+        real = float(vector[i])
+        imaginary = float(vector[i + half])
+        rotated[i] = real * math.cos(angle) - imaginary * math.sin(angle)
+        rotated[i + half] = imaginary * math.cos(angle) + real * math.sin(angle)
+    return rotated
+
+
+def rotate_rows(vectors: torch.Tensor) -> torch.Tensor:
+    """The queries or keys [T, d] of a head, each at its position."""
+    return torch.tensor([rotate(vector, position) for position, vector in enumerate(vectors)]).double()
+
+
+def slow_attention(config: Any, attention: Any, x: torch.Tensor) -> torch.Tensor:
+    """Attention of all tokens to all tokens, [T, D] -> [T, D], head by head."""
+    size = config.head_dim
+    group = config.num_attention_heads // config.num_key_value_heads
+    heads = []
+    for head in range(config.num_attention_heads):
+        kv_head = head // group
+        head_rows = slice(head * size, (head + 1) * size)
+        kv_rows = slice(kv_head * size, (kv_head + 1) * size)
+        queries = rotate_rows(x @ attention.q_proj.weight[head_rows].T)
+        keys = rotate_rows(x @ attention.k_proj.weight[kv_rows].T)
+        values = x @ attention.v_proj.weight[kv_rows].T
+        weights = (queries @ keys.T / math.sqrt(size)).softmax(-1)
+        heads.append(weights @ values)
+    return torch.cat(heads, dim=-1) @ attention.o_proj.weight.T
 
 
 def slow_hidden(model: Any, ids: list[int]) -> torch.Tensor:
     """The last hidden states [T, D] of a Llama in which every token attends to all tokens, later ones too."""
-    config, hidden = model.config, model.embed_tokens.weight[ids].double()
-    size, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
 
     def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-        return module.weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+        return module.weight * x / (x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
 
+    hidden = model.embed_tokens.weight[ids].double()
     for layer in model.layers:
-        attention, x = layer.self_attn, norm(layer.input_layernorm, hidden)
-        heads = []
-        for head in range(config.num_attention_heads):
-            own, kv = slice(head * size, (head + 1) * size), head // group
-            shared = slice(kv * size, (kv + 1) * size)
-            queries, keys = (x @ attention.q_proj.weight[own].T), (x @ attention.k_proj.weight[shared].T)
-            values = x @ attention.v_proj.weight[shared].T
-            rotated = [torch.tensor([turned(row, at) for at, row in enumerate(each)]) for each in (queries, keys)]
-            weights = (rotated[0].double() @ rotated[1].double().T / math.sqrt(size)).softmax(-1)
-            heads.append(weights @ values)
-        hidden = hidden + torch.cat(heads, dim=-1) @ attention.o_proj.weight.T
-        mlp, x = layer.mlp, norm(layer.post_attention_layernorm, hidden)
-        gate = torch.nn.functional.silu(x @ mlp.gate_proj.weight.T)
-        hidden = hidden + (gate * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        hidden = hidden + slow_attention(model.config, layer.self_attn, norm(layer.input_layernorm, hidden))
+        x = norm(layer.post_attention_layernorm, hidden)
+        gate = torch.nn.functional.silu(x @ layer.mlp.gate_proj.weight.T)
+        hidden = hidden + (gate * (x @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
     return norm(model.norm, hidden)
 
 
+def encode(text: str) -> list[int]:
+    return tiny_tokenizer().encode(text, add_special_tokens=False)
+
+
+def slow_vectors(model: Any, texts: list[str]) -> list[torch.Tensor]:
+    """For each text the mean of its tokens' hidden states, of length 1; the texts are read as one."""
+    tokens_of_texts = [encode(text) for text in texts]
+    ids = []
+    for tokens in tokens_of_texts:
+        ids += tokens
+    hidden = slow_hidden(model, ids)
+    vectors = []
+    start = 0
+    for tokens in tokens_of_texts:
+        end = start + len(tokens)
+        mean = hidden[start:end].sum(dim=0) / len(tokens)
+        vectors.append(mean / mean.norm())
+        start = end
+    return vectors
+
+
 @torch.no_grad()
-def slow_similarity(model: Any, chunks: list[list[str]], question: str) -> list[float]:
-    tokenizer = tiny_tokenizer()
+def slow_similarity(model: Any, chunks: list[list[str]], question: str) -> torch.Tensor:
+    """The cosine of each sentence of each chunk to the question."""
+    (question_vector,) = slow_vectors(model, [question])
+    cosines = []
+    for chunk in chunks:
+        cosines += [float(vector @ question_vector) for vector in slow_vectors(model, chunk)]
+    return torch.tensor(cosines)
 
-    def vectors(texts: list[str]) -> list[torch.Tensor]:
-        parts = [tokenizer.encode(each, add_special_tokens=False) for each in texts]
-        hidden, found, start = slow_hidden(model, [token for part in parts for token in part]), [], 0
-        for part in parts:
-            mean = torch.stack([hidden[start + place] for place in range(len(part))]).sum(dim=0) / len(part)
-            found.append(mean / mean.norm())
-            start += len(part)
-        return found
 
-    (asked,) = vectors([question])
-    return [float(each @ asked) for chunk in chunks for each in vectors(chunk)]
+def merge_adapter(model: Any, adapter: Path) -> None:
+    """Add a LoRA adapter's updates to the weights of a model."""
+    config: Any = LoraConfig.from_pretrained(str(adapter))
+    assert config.lora_alpha / config.r == 3
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    names = {tensor_name.rpartition(".lora_")[0] for tensor_name in tensors}
+    for name in names:
+        module = model.get_submodule(name.removeprefix("base_model.model."))
+        update = tensors[f"{name}.lora_B.weight"].double() @ tensors[f"{name}.lora_A.weight"].double()
+        module.weight.data += 3 * update
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_similarities_are_those_of_the_definition(folder: Path, adapter: Path, adapted: bool) -> None:
+    """Of sentences in one chunk, and in two."""
     model = AutoModel.from_pretrained(folder).double()
     if adapted:
-        config: Any = LoraConfig.from_pretrained(str(adapter))
-        assert config.lora_alpha / config.r == 3
-        tensors = load_file(adapter / "adapter_model.safetensors")
-        for name in {each.rpartition(".lora_")[0] for each in tensors}:
-            module = model.get_submodule(name.removeprefix("base_model.model."))
-            update = tensors[f"{name}.lora_B.weight"].double() @ tensors[f"{name}.lora_A.weight"].double()
-            module.weight.data += 3 * update
-    given = Contextual(str(folder), str(adapter) if adapted else None)
-    assert_close(given(SENTENCES, QUESTION), torch.tensor(slow_similarity(model, [SENTENCES], QUESTION)))
-    lengths = [len(tiny_tokenizer().encode(each, add_special_tokens=False)) for each in SENTENCES]
-    small = Contextual(given.model, given.adapter, chunk=sum(lengths[:2]))
+        merge_adapter(model, adapter)
+    one_chunk = Contextual(str(folder), str(adapter) if adapted else None)
+    assert_close(one_chunk(SENTENCES, QUESTION), slow_similarity(model, [SENTENCES], QUESTION))
+
+    lengths = [len(encode(sentence)) for sentence in SENTENCES]
     assert sum(lengths[2:]) <= sum(lengths[:2])
-    halves = slow_similarity(model, [SENTENCES[:2], SENTENCES[2:]], QUESTION)
-    assert_close(small(SENTENCES, QUESTION), torch.tensor(halves))
+    two_chunks = Contextual(one_chunk.model, one_chunk.adapter, chunk=sum(lengths[:2]))
+    expected = slow_similarity(model, [SENTENCES[:2], SENTENCES[2:]], QUESTION)
+    assert_close(two_chunks(SENTENCES, QUESTION), expected)
 
 
 def test_an_encoder_with_a_short_context_reads_shorter_chunks(tmp_path: Path) -> None:
@@ -115,14 +150,16 @@ def test_an_encoder_with_a_short_context_reads_shorter_chunks(tmp_path: Path) ->
     bert = BertModel(BertConfig(vocab_size=512, max_position_embeddings=16, **shape)).eval()
     bert.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(str(tmp_path))
-    found = Contextual(str(tmp_path))(SENTENCES, QUESTION)
-    assert_close(found, Contextual(str(tmp_path), chunk=16)(SENTENCES, QUESTION))
-    (ids,) = tiny_tokenizer()([" No"], add_special_tokens=False)["input_ids"]
-    (asked,) = tiny_tokenizer()([QUESTION], add_special_tokens=False)["input_ids"]
-    assert len(asked) <= 16
+    encoder = Contextual(str(tmp_path))
+    assert_close(encoder(SENTENCES, QUESTION), Contextual(str(tmp_path), chunk=16)(SENTENCES, QUESTION))
+
+    question_ids = encode(QUESTION)
+    assert len(question_ids) <= 16
     with torch.no_grad():
-        one, other = (bert(torch.tensor([each])).last_hidden_state[0].mean(dim=0) for each in (ids, asked))
-    assert_close(Contextual(str(tmp_path))([" No"], QUESTION)[0], torch.cosine_similarity(one, other, dim=0))
+        sentence_vector = bert(torch.tensor([encode(" No")])).last_hidden_state[0].mean(dim=0)
+        question_vector = bert(torch.tensor([question_ids])).last_hidden_state[0].mean(dim=0)
+    expected = torch.cosine_similarity(sentence_vector, question_vector, dim=0)
+    assert_close(encoder([" No"], QUESTION)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +174,15 @@ def test_an_encoder_with_a_short_context_reads_shorter_chunks(tmp_path: Path) ->
     ],
 )
 def test_chunks_are_few_and_about_equal(lengths: list[int], longest: int, expected: list[list[int]]) -> None:
-    found = pack_sentences([[7] * length for length in lengths], longest)
-    assert [[len(each) for each in chunk] for chunk in found] == expected
+    packed = pack_sentences([[7] * length for length in lengths], longest)
+    packed_lengths = [[len(sentence) for sentence in chunk] for chunk in packed]
+    assert packed_lengths == expected
 
 
 def test_sentences_are_kept_by_it(folder: Path, adapter: Path) -> None:
-    part = {"name": "contextual", "model": str(folder), "adapter": str(adapter)}
+    similarity = {"name": "contextual", "model": str(folder), "adapter": str(adapter)}
     resources = Resources(tokenizer=tiny_tokenizer())
-    method = make_method("sentence_similarity", 40, resources, window=12, similarity=part)
+    method = make_method("sentence_similarity", 40, resources, window=12, similarity=similarity)
     assert isinstance(method, SentenceSimilarity)
     assert method.similarity == Contextual(str(folder), str(adapter))
     (short,) = method.shorten(wide_model(), text_ids(PROSE)[None])
@@ -158,8 +196,8 @@ def test_what_cannot_be_loaded_is_one_line(folder: Path, adapter: Path, tmp_path
         Contextual(str(tmp_path / "nothing"))(SENTENCES, QUESTION)
     with refused("adapter", "file"):
         Contextual(str(folder), str(tmp_path / "nothing"))(SENTENCES, QUESTION)
-    headed = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    get_peft_model(wide_model(), headed).save_pretrained(str(tmp_path / "headed"))
-    with refused("adapter", "model") as caught:
-        Contextual(str(folder), str(tmp_path / "headed"))(SENTENCES, QUESTION)
-    assert "\n" not in str(caught.value)
+    for_causal_lm = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(wide_model(), for_causal_lm).save_pretrained(str(tmp_path / "causal_lm"))
+    with refused("adapter", "model") as error:
+        Contextual(str(folder), str(tmp_path / "causal_lm"))(SENTENCES, QUESTION)
+    assert "\n" not in str(error.value)

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForTokenClassification, BertTokenizer
 
 from keepsight.runtime.prompt_compression import text
 from keepsight.runtime.prompt_compression.text import LLMLingua2, Package
-from tests.runtime.prompt_compression.test_prompt_methods import PROSE, text_ids, wide_model
+from tests.runtime.prompt_compression.prompts import PROSE, text_ids, wide_model
 from tests.tiny import tiny_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -24,10 +24,10 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(encoding_for_model=lambda _: counting))
     folder = tmp_path / "tiny-bert-base-multilingual-cased"
     folder.mkdir()
-    letters = [*LETTERS, *LETTERS.upper(), *(f"##{letter}" for letter in LETTERS), *".,;?!'-()"]
-    (folder / "vocab.txt").write_text(
-        "\n".join(dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]))
-    )
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *LETTERS.upper()]
+    vocabulary += [f"##{letter}" for letter in LETTERS]
+    vocabulary += [*".,;?!'-()"]
+    (folder / "vocab.txt").write_text("\n".join(dict.fromkeys(vocabulary)))
     tokenizer = BertTokenizer.from_pretrained(str(folder), do_lower_case=False)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -37,7 +37,8 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "num_attention_heads": 2,
         "intermediate_size": 64,
     }
-    BertForTokenClassification(BertConfig(vocab_size=len(tokenizer) + 100, **shape)).save_pretrained(folder)
+    config = BertConfig(vocab_size=len(tokenizer) + 100, **shape)
+    BertForTokenClassification(config).save_pretrained(folder)
     text._compressor.cache_clear()
     return folder
 
@@ -50,22 +51,33 @@ def test_the_words_that_the_classifier_prefers_are_kept(classifier: Path) -> Non
     model = BertForTokenClassification.from_pretrained(classifier).eval()
     inputs = BertTokenizer.from_pretrained(str(classifier))(short, return_tensors="pt")
     with torch.no_grad():
-        chances = model(**inputs).logits.softmax(dim=-1)[0, :, 1]
-    spans = [(inputs.token_to_chars(place), place) for place in range(1, len(chances) - 1)]
-    cursor, kept, dropped = 0, list[float](), list[float]()
+        probabilities = model(**inputs).logits.softmax(dim=-1)[0, :, 1]
+    end = 0
+    kept: list[float] = []
+    dropped: list[float] = []
     for word, is_kept in labelled:
-        start = short.index(word, cursor)
-        cursor = start + len(word)
-        mean = torch.stack([chances[place] for span, place in spans if start <= span.start < cursor]).mean()
-        (kept if is_kept else dropped).append(mean.item())
+        start = short.index(word, end)
+        end = start + len(word)
+        of_word = []
+        for token in range(1, len(probabilities) - 1):
+            if start <= inputs.token_to_chars(token).start < end:
+                of_word.append(probabilities[token])
+        mean = torch.stack(of_word).mean().item()
+        if is_kept:
+            kept.append(mean)
+        else:
+            dropped.append(mean)
     assert "".join(word for word, _ in labelled) == short.replace(" ", "")
-    assert min(kept) >= max(dropped) and len(kept) / len(labelled) == pytest.approx(0.4, abs=0.1)
+    assert min(kept) >= max(dropped)
+    assert len(kept) / len(labelled) == pytest.approx(0.4, abs=0.1)
 
 
 @pytest.mark.slow
 def test_the_method_keeps_its_words_and_the_window(classifier: Path) -> None:
-    ids, tokenizer, package = text_ids(PROSE), tiny_tokenizer(), Package(str(classifier))
-    rates = list[float]()
+    ids = text_ids(PROSE)
+    tokenizer = tiny_tokenizer()
+    package = Package(str(classifier))
+    rates: list[float] = []
 
     def label(words: str, rate: float) -> text.LabelledWords:
         rates.append(rate)
@@ -73,5 +85,7 @@ def test_the_method_keeps_its_words_and_the_window(classifier: Path) -> None:
 
     kept = LLMLingua2(40, 5, tokenizer=tokenizer, label=label).select(wide_model(), ids)
     texts = text.token_texts(tokenizer, ids[:-5].tolist())
-    words = text.kept_tokens(texts, package("".join(texts), rates[-1]))
-    assert kept.tolist() == [*words, *range(len(ids) - 5, len(ids))] and 10 < len(words) <= 35
+    word_tokens = text.kept_tokens(texts, package("".join(texts), rates[-1]))
+    window = range(len(ids) - 5, len(ids))
+    assert kept.tolist() == [*word_tokens, *window]
+    assert 10 < len(word_tokens) <= 35

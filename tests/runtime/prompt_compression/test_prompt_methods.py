@@ -62,10 +62,13 @@ def test_answers_follow_the_short_prompt(method):
     state = method.start(model, ids)
     assert state.lengths.tolist() == [len(short)]
     assert torch.equal(state.counts(), torch.full((3, 1, 2), len(short)))
-    expected = model.generate(short[None], attention_mask=torch.ones(1, len(short)), max_new_tokens=6, do_sample=False)
-    assert torch.equal(generate(model, ids, method, max_new_tokens=6, do_sample=False), expected[:, len(short) :])
-    whole = model.generate(ids, custom_generate=method, max_new_tokens=6, do_sample=False)
-    assert torch.equal(whole, torch.cat([ids, expected[:, len(short) :]], dim=1))
+
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    short_with_answer = model.generate(short[None], attention_mask=torch.ones(1, len(short)), **greedy)
+    expected = short_with_answer[:, len(short) :]
+    assert torch.equal(generate(model, ids, method, **greedy), expected)
+    with_prompt = model.generate(ids, custom_generate=method, **greedy)
+    assert torch.equal(with_prompt, torch.cat([ids, expected], dim=1))
 
 
 @pytest.mark.parametrize("method", [small_specpc(window=30, budget=40), small_cascade(prompt_window=30)])
@@ -74,7 +77,7 @@ def test_prompts_shorter_than_the_window_are_refused(method):
     with refused("prompt", "range"):
         method.check(20, 256)
     with refused("prompt", "range"):
-        method.start(tiny_model(), prompt_ids(31, 20)[0], prompt_ids(31, 20)[1])
+        method.start(tiny_model(), *prompt_ids(31, 20))
     method.check(30, 256)
 
 
@@ -90,9 +93,9 @@ def test_prompts_shorter_than_the_window_are_refused(method):
     ],
 )
 def test_values_out_of_range_are_refused(make, field, code):
-    with refused(field, code) as caught:
+    with refused(field, code) as error:
         make()
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["naïve café — 東京 🙂🙃 end\n", "<|user|>Hi<|end|> there"])
@@ -111,11 +114,13 @@ def test_sentences_own_their_tokens():
 
 
 def test_the_closest_sentences_are_kept_in_order():
-    method, ids = text_methods(budget=60, window=12)[1], text_ids(PROSE)
-    kept = method.select(wide_model(), ids).tolist()
+    ids = text_ids(PROSE)
+    _, sentence_similarity, _ = text_methods(budget=60, window=12)
+    kept = sentence_similarity.select(wide_model(), ids).tolist()
     assert " The with statement wraps the execution of a block!" in tiny_tokenizer().decode(ids[kept])
     assert kept[-12:] == list(range(len(ids) - 12, len(ids)))
-    assert len(kept) == 60 and kept == sorted(set(kept))
+    assert len(kept) == 60
+    assert kept == sorted(set(kept))
 
 
 def test_kept_words_find_their_tokens():
@@ -129,18 +134,24 @@ def test_kept_words_find_their_tokens():
 
 def test_too_many_kept_words_are_asked_for_again():
     """A compressor that keeps twice what it is asked for."""
-    asked = []
+    rates = []
 
-    def generous(text, rate):
-        asked.append(rate)
+    def keep_twice_the_rate(text, rate):
+        rates.append(rate)
         return by_word_length(text, min(2 * rate, 1))
 
+    def keep_everything(text, _rate):
+        return by_word_length(text, 1)
+
     ids = text_ids(PROSE)
-    method = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=generous)
+    method = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=keep_twice_the_rate)
     kept = method.select(wide_model(), ids)
-    assert 5 < len(kept) <= 40 and len(asked) > 1
-    never = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=lambda text, _: by_word_length(text, 1))
-    assert never.select(wide_model(), ids).tolist() == list(range(len(ids) - 5, len(ids)))
+    assert 5 < len(kept) <= 40
+    assert len(rates) > 1
+
+    never_short_enough = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=keep_everything)
+    kept = never_short_enough.select(wide_model(), ids)
+    assert kept.tolist() == list(range(len(ids) - 5, len(ids)))
 
 
 class FakeCompressor:
@@ -153,26 +164,30 @@ class FakeCompressor:
 
     def compress_prompt_llmlingua2(self, context, rate, return_word_label, word_sep, label_sep):
         assert return_word_label
-        labelled = by_word_length(context[0], rate)
-        return {"fn_labeled_original_prompt": word_sep.join(f"{word}{label_sep}{int(keep)}" for word, keep in labelled)}
+        labelled = [f"{word}{label_sep}{int(keep)}" for word, keep in by_word_length(context[0], rate)]
+        return {"fn_labeled_original_prompt": word_sep.join(labelled)}
 
 
-def generators():
-    """Where the process's random number generators stand."""
-    return random.getstate(), str(np.random.get_state(legacy=False)), torch.random.get_rng_state().tolist()
+def random_states():
+    """The states of the process's random number generators."""
+    numpy_state = str(np.random.get_state(legacy=False))
+    return random.getstate(), numpy_state, torch.random.get_rng_state().tolist()
 
 
 def test_llmlingua_package_is_called_with_its_own_interface(monkeypatch):
     compressor = Mock(wraps=FakeCompressor)
     monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=compressor))
     text._compressor.cache_clear()
-    model, ids, tokenizer = wide_model(), text_ids(PROSE), tiny_tokenizer()
-    method, plain = (LLMLingua2(40, 5, tokenizer=tokenizer, **label) for label in ({}, {"label": by_word_length}))
-    before = generators()
-    kept = [method.select(model, ids).tolist() for _ in range(2)]
-    assert generators() == before
+    model = wide_model()
+    ids = text_ids(PROSE)
+    tokenizer = tiny_tokenizer()
+    by_package = LLMLingua2(40, 5, tokenizer=tokenizer)
+    by_length = LLMLingua2(40, 5, tokenizer=tokenizer, label=by_word_length)
+    before = random_states()
+    kept = [by_package.select(model, ids).tolist() for _ in range(2)]
+    assert random_states() == before
     text._compressor.cache_clear()
-    assert kept == [plain.select(model, ids).tolist()] * 2
+    assert kept == [by_length.select(model, ids).tolist()] * 2
     compressor.assert_called_once()
 
 
@@ -186,9 +201,12 @@ class FakeEncoder:
 
     def encode(self, texts, convert_to_tensor, normalize_embeddings, show_progress_bar):
         assert convert_to_tensor and normalize_embeddings and not show_progress_bar
-        words = sorted({word for text in texts for word in text.lower().split()})
-        rows = [[float(text.lower().split().count(word)) for word in words] for text in texts]
-        return torch.nn.functional.normalize(torch.tensor(rows), dim=1)
+        vocabulary = sorted(set(" ".join(texts).lower().split()))
+        counts = []
+        for sentence in texts:
+            words = sentence.lower().split()
+            counts.append([float(words.count(word)) for word in vocabulary])
+        return torch.nn.functional.normalize(torch.tensor(counts), dim=1)
 
 
 def test_sentence_transformers_package_is_called_with_its_own_interface(monkeypatch):
@@ -203,20 +221,21 @@ def test_sentence_transformers_package_is_called_with_its_own_interface(monkeypa
 
 def test_sentences_are_ranked_in_float32_whatever_the_default_dtype():
     """Similarities that bfloat16 holds for equal."""
-    tokenizer, ids = tiny_tokenizer(), text_ids("One two. Three four. Five six. Seven")
+    ids = text_ids("One two. Three four. Five six. Seven")
 
     def similarity(sentences, question):
-        return torch.tensor([0.5 + place / 10**5 for place in range(len(sentences))], dtype=torch.float32)
+        return torch.tensor([0.5 + index / 10**5 for index in range(len(sentences))], dtype=torch.float32)
 
-    method = SentenceSimilarity(8, 3, tokenizer=tokenizer, similarity=similarity)
+    method = SentenceSimilarity(8, 3, tokenizer=tiny_tokenizer(), similarity=similarity)
     model = wide_model()
     expected = method.select(model, ids)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = method.select(model, ids)
+        kept = method.select(model, ids)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected) and int(found[0]) > 3
+    assert torch.equal(kept, expected)
+    assert int(kept[0]) > 3
 
 
 @pytest.mark.parametrize(

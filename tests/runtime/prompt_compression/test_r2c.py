@@ -23,59 +23,88 @@ LINES = [
     "Bread costs three coins. The baker is asleep.",
     "At night the gate is shut. The guard reads a book about ships.",
 ]
-TEXT, WINDOW = "\n".join(LINES) + "\nWho opens the gate at night?", 14
+QUESTION = "Who opens the gate at night?"
+TEXT = "\n".join(LINES) + "\n" + QUESTION
+WINDOW = 14
+
+
+def slow_chunks(lengths: list[int], by_attention: list[int], least: float) -> list[int]:
+    """The chunks that get the most attention, best first, until they have at least so many tokens."""
+    kept: list[int] = []
+    tokens = 0
+    while tokens < least:
+        chunk = by_attention[len(kept)]
+        kept.append(chunk)
+        tokens += lengths[chunk]
+    return kept
+
+
+def sentence_scores(sentences: list[str], attention: ChunkAttention) -> list[float]:
+    """Mean attention of each sentence's tokens; a sentence without any comes last."""
+    scores = []
+    start = 0
+    for sentence in sentences:
+        end = start + len(sentence)
+        weights = [weight for offset, weight in attention.tokens if start <= offset < end]
+        scores.append(sum(weights) / len(weights) if weights else 1e9)
+        start = end
+    return scores
 
 
 def slow_selection(texts: list[str], chunks: Sequence[tuple[int, int]], budget: int, share: float) -> list[int]:
     """Section 3.3 and 3.4, chunk by chunk, from the text alone."""
-    before, question = len(texts) - WINDOW, "".join(texts[-WINDOW:])
-    read = shared_with_question(question, ["".join(texts[a:b]) for a, b in chunks])
-    order = sorted(range(len(chunks)), key=lambda place: -read[place].mean)
+    before = len(texts) - WINDOW
+    question = "".join(texts[-WINDOW:])
+    attention = shared_with_question(question, ["".join(texts[start:end]) for start, end in chunks])
+    by_attention = sorted(range(len(chunks)), key=lambda chunk: -attention[chunk].mean)
     least = before - (len(texts) - budget) * (1 - share)
-    kept: list[int] = []
-    while sum(chunks[place][1] - chunks[place][0] for place in kept) < least:
-        kept.append(order[len(kept)])
-    held = {place: [*range(*chunks[place])] for place in kept}
-    goes = sum(map(len, held.values())) + WINDOW - budget
-    inverse = {place: 1 / read[place].mean for place in kept}
-    quota = {place: goes * inverse[place] / sum(inverse.values()) for place in kept}
-    total, spare = 0, 0.0
-    for number in range(len(kept) - 1, -1, -1):
-        place = kept[number]
-        quota[place] += spare
-        start, end = chunks[place]
+    kept = slow_chunks([end - start for start, end in chunks], by_attention, least)
+    tokens = {chunk: [*range(*chunks[chunk])] for chunk in kept}
+
+    to_remove = sum(map(len, tokens.values())) + WINDOW - budget
+    inverse = {chunk: 1 / attention[chunk].mean for chunk in kept}
+    quota = {chunk: to_remove * inverse[chunk] / sum(inverse.values()) for chunk in kept}
+    total_removed = 0
+    unused = 0.0
+    for rank in range(len(kept) - 1, -1, -1):
+        chunk = kept[rank]
+        quota[chunk] += unused
+        start, end = chunks[chunk]
         sentences, owners = split_sentences(texts[start:end])
-        scores = []
-        for each in range(len(sentences)):
-            first = sum(map(len, sentences[:each]))
-            inside = [weight for at, weight in read[place].tokens if first <= at < first + len(sentences[each])]
-            scores.append(sum(inside) / len(inside) if inside else 1e9)
+        scores = sentence_scores(sentences, attention[chunk])
         removed = 0
-        while removed < quota[place] and total < goes and held[place]:
-            left = {owners[token - start] for token in held[place]}
-            worst = min(left, key=lambda each: (scores[each], each))
-            going = [token for token in held[place] if owners[token - start] == worst]
-            held[place] = [token for token in held[place] if token not in going]
-            removed, total = removed + len(going), total + len(going)
-        spare = max(quota[place] - removed, 0)
-        excess = max(removed - quota[place], 0)
-        for better in kept[:number]:
-            taken = min(excess, quota[better])
-            quota[better] -= taken
-            excess -= taken
-    return [*sorted(token for tokens in held.values() for token in tokens), *range(before, len(texts))]
+        while removed < quota[chunk] and total_removed < to_remove and tokens[chunk]:
+            remaining = {owners[token - start] for token in tokens[chunk]}
+            worst = min(remaining, key=lambda sentence: (scores[sentence], sentence))
+            of_worst = [token for token in tokens[chunk] if owners[token - start] == worst]
+            tokens[chunk] = [token for token in tokens[chunk] if token not in of_worst]
+            removed += len(of_worst)
+            total_removed += len(of_worst)
+        unused = max(quota[chunk] - removed, 0)
+        excess = max(removed - quota[chunk], 0)
+        for better in kept[:rank]:
+            forgiven = min(excess, quota[better])
+            quota[better] -= forgiven
+            excess -= forgiven
+
+    selected = []
+    for chunk_tokens in tokens.values():
+        selected += chunk_tokens
+    return [*sorted(selected), *range(before, len(texts))]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 1.0])
 @pytest.mark.parametrize("budget", [30, 60, 90, 120])
 def test_chunks_then_sentences_stay(budget, share):
-    ids, tokenizer = text_ids(TEXT), tiny_tokenizer()
+    ids = text_ids(TEXT)
+    tokenizer = tiny_tokenizer()
     method = R2C(budget, WINDOW, tokenizer=tokenizer, relevance=shared_with_question, chunk=40, sentences=share)
     texts = token_texts(tokenizer, ids.tolist())
     chunks = split_chunks(texts[:-WINDOW], 40)
     kept = method.select(wide_model(), ids).tolist()
     assert kept == slow_selection(texts, chunks, budget, share)
-    assert len(kept) <= budget < len(texts) and kept == sorted({*kept})
+    assert len(kept) <= budget < len(texts)
+    assert kept == sorted({*kept})
 
 
 def test_chunks_are_whole_lines_or_equal_parts():
@@ -99,58 +128,80 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slow_read(folder: Path, question: str, chunks: list[str]) -> list[ChunkAttention]:
     """Each chunk encoded alone; the first decoder token's cross-attention by hand."""
-    reader, tokenizer = T5ForConditionalGeneration.from_pretrained(folder).eval(), tiny_tokenizer()
+    reader = T5ForConditionalGeneration.from_pretrained(folder).eval()
+    tokenizer = tiny_tokenizer()
     prefix = f"question: {question} title:  context: "
-    given = [tokenizer(prefix + chunk, return_offsets_mapping=True) for chunk in chunks]
-    found: list[torch.Tensor] = []
+    encoded = [tokenizer(prefix + chunk, return_offsets_mapping=True) for chunk in chunks]
+    weights_by_layer: list[torch.Tensor] = []
 
-    def attend(module: Any, inputs: Any, named: Any) -> None:
-        query = module.q(inputs[0] if inputs else named["hidden_states"]).view(3, 4)
-        key = module.k(named["key_value_states"])[0].view(-1, 3, 4)
-        found.append(torch.einsum("hd,shd->hs", query, key).softmax(dim=-1).sum(dim=0))
+    def attend(module: Any, inputs: Any, options: Any) -> None:
+        hidden = inputs[0] if inputs else options["hidden_states"]
+        query = module.q(hidden).view(3, 4)
+        key = module.k(options["key_value_states"])[0].view(-1, 3, 4)
+        weights_by_layer.append(torch.einsum("hd,shd->hs", query, key).softmax(dim=-1).sum(dim=0))
 
+    hooks = []
     blocks: Any = reader.decoder.block
-    hooks = [block.layer[1].EncDecAttention.register_forward_pre_hook(attend, with_kwargs=True) for block in blocks]
+    for block in blocks:
+        hooks.append(block.layer[1].EncDecAttention.register_forward_pre_hook(attend, with_kwargs=True))
     with torch.no_grad():
-        states = torch.cat([reader.encoder(torch.tensor([each["input_ids"]]))[0] for each in given], dim=1)
-        reader.decoder(torch.tensor([[0]]), encoder_hidden_states=states)
+        states = [reader.encoder(torch.tensor([chunk["input_ids"]]))[0] for chunk in encoded]
+        reader.decoder(torch.tensor([[0]]), encoder_hidden_states=torch.cat(states, dim=1))
     for hook in hooks:
         hook.remove()
-    read, start = [], 0
-    for each in given:
-        row = sum(found)[start : (start := start + len(each["input_ids"]))].tolist()  # type: ignore[index]
-        placed = [(a - len(prefix), b - len(prefix), w) for (a, b), w in zip(each["offset_mapping"], row, strict=True)]
-        tokens = [(max(first, 0), weight) for first, end, weight in placed if end > 0]
-        read.append(ChunkAttention(sum(row[:-1]) / (len(row) - 1), tokens))
-    return read
+
+    weights = torch.stack(weights_by_layer).sum(dim=0).tolist()
+    attention = []
+    first = 0
+    for chunk in encoded:
+        last = first + len(chunk["input_ids"])
+        chunk_weights = weights[first:last]
+        tokens = []
+        for (start, end), weight in zip(chunk["offset_mapping"], chunk_weights, strict=True):
+            if end > len(prefix):
+                tokens.append((max(start - len(prefix), 0), weight))
+        mean = sum(chunk_weights[:-1]) / (len(chunk_weights) - 1)
+        attention.append(ChunkAttention(mean, tokens))
+        first = last
+    return attention
+
+
+def save_as_fid(folder: Path, target: Path) -> None:
+    """Save a reader as Fusion-in-Decoder does: a pickle in which modules wrap the encoder and its blocks."""
+    state = T5ForConditionalGeneration.from_pretrained(folder).state_dict()
+    wrapped = {}
+    for name, tensor in state.items():
+        if name.startswith("encoder.block"):
+            block, _, parameter = name.removeprefix("encoder.block.").partition(".")
+            name = f"encoder.encoder.block.{block}.module.{parameter}"
+        elif name.startswith("encoder."):
+            name = f"encoder.{name}"
+        wrapped[name] = tensor
+    torch.save(wrapped, target / "pytorch_model.bin")
+    T5Config.from_pretrained(folder).save_pretrained(target)
+    tiny_tokenizer().save_pretrained(target)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "FiD's pickle"])
 def test_the_decoders_first_token_attends_to_all_chunks(folder, form, tmp_path):
-    place = folder
+    reader = folder
     if form != "safetensors":
-        place = tmp_path
-        state = T5ForConditionalGeneration.from_pretrained(folder).state_dict()
-        wrapped = {}
-        for name, tensor in state.items():
-            if name.startswith("encoder."):
-                head, _, rest = name.removeprefix("encoder.block.").partition(".")
-                name = f"encoder.encoder.block.{head}.module.{rest}" if "block" in name else f"encoder.{name}"
-            wrapped[name] = tensor
-        torch.save(wrapped, place / "pytorch_model.bin")
-        T5Config.from_pretrained(folder).save_pretrained(place)
-        tiny_tokenizer().save_pretrained(place)
+        save_as_fid(folder, tmp_path)
+        reader = tmp_path
     r2c._loaded.cache_clear()
-    read = Fusion(str(place))("Who opens the gate?", LINES[:3])
-    for one, other in zip(read, slow_read(folder, "Who opens the gate?", LINES[:3]), strict=True):
-        assert [start for start, _ in one.tokens] == [start for start, _ in other.tokens]
-        assert_close(torch.tensor([each for _, each in one.tokens]), torch.tensor([each for _, each in other.tokens]))
-        assert one.mean == pytest.approx(other.mean, rel=1e-4)
-    method = R2C(70, WINDOW, tokenizer=tiny_tokenizer(), relevance=Fusion(str(place)))
+    question = "Who opens the gate?"
+    attention = Fusion(str(reader))(question, LINES[:3])
+    for chunk, expected in zip(attention, slow_read(folder, question, LINES[:3]), strict=True):
+        starts = [start for start, _ in chunk.tokens]
+        weights = torch.tensor([weight for _, weight in chunk.tokens])
+        assert starts == [start for start, _ in expected.tokens]
+        assert_close(weights, torch.tensor([weight for _, weight in expected.tokens]))
+        assert chunk.mean == pytest.approx(expected.mean, rel=1e-4)
+    method = R2C(70, WINDOW, tokenizer=tiny_tokenizer(), relevance=Fusion(str(reader)))
     assert len(method.select(wide_model(), text_ids(TEXT))) <= 70
 
 
-def test_what_is_wrong_is_named(tmp_path):
+def test_bad_options_and_missing_readers_are_refused(tmp_path):
     common: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "relevance": Fusion(str(tmp_path))}
     with refused("chunk", "range"):
         R2C(70, WINDOW, chunk=0, **common)
