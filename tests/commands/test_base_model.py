@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from keepsight.files import read_json, read_jsonl
+from keepsight.files import read_json
 from keepsight.models.identity import template_digest
 from keepsight.serving.prefix import PrefixStore
-from tests.commands.commands import DATA, NEEDLES, CommandLine, samples_of
+from tests.commands.commands import DATA, NEEDLES, CommandLine, results_of, samples_of
 from tests.tiny import base_tokenizer
 
 TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32")
@@ -26,30 +26,33 @@ def base(here: Path) -> Path:
 
 @pytest.mark.parametrize("question", ["seen", "unseen"])
 def test_it_is_evaluated(keepsight: CommandLine, question: str) -> None:
-    given = ("methods=[full,snapkv]", "pages=0", f"question={question}", "out=run")
-    printed = keepsight("eval", *TINY, *NEEDLES, *given)
-    assert "--- head\n<|start|>" in printed and "<|start|><|start|>" not in printed
-    assert len([*read_jsonl(Path("run", "results.jsonl"))]) == 3 * (1 + 2)
+    keys = ("methods=[full,snapkv]", "pages=0", f"question={question}", "out=run")
+    printed = keepsight("eval", *TINY, *NEEDLES, *keys)
+    assert "--- head\n<|start|>" in printed
+    assert "<|start|><|start|>" not in printed
+    assert len(results_of(Path("run"))) == 3 * (1 + 2)
 
 
 def test_its_answers_are_training_data(keepsight: CommandLine) -> None:
     keepsight("data", *TINY, *DATA)
     samples = samples_of(Path("data"))
-    assert all(sample.prompt_ids.count(START) == 1 == sample.prompt_ids.index(START) + 1 for sample in samples)
-    rows = {sample.prompt for sample in samples if sample.prompt.startswith("<|start|>Say ")}
-    assert rows and rows <= {f"<|start|>Say {number}." for number in range(9)}
+    for sample in samples:
+        assert sample.prompt_ids.count(START) == 1
+        assert sample.prompt_ids[0] == START
+    prompts_of_rows = {sample.prompt for sample in samples if sample.prompt.startswith("<|start|>Say ")}
+    assert prompts_of_rows
+    assert prompts_of_rows <= {f"<|start|>Say {number}." for number in range(9)}
 
 
 def test_its_kept_entries_are_shown(keepsight: CommandLine) -> None:
-    given = ("method=snapkv", "compare=streamingllm", "budget=40", "max_new_tokens=4", "out=page.html")
-    printed = keepsight("inspect", *TINY, f"prompt={LONG}", *given)
+    keys = ("method=snapkv", "compare=streamingllm", "budget=40", "max_new_tokens=4", "out=page.html")
+    printed = keepsight("inspect", *TINY, f"prompt={LONG}", *keys)
     tokens = len(base_tokenizer()(LONG)["input_ids"])
     assert f"{tokens} tokens, 40 kept" in printed
 
 
 def test_its_prefixes_are_the_documents_alone(keepsight: CommandLine) -> None:
-    given = ("prefix", *TINY, "method=snapkv", "budget=160", f"prompt={LONG}", "out=prefixes")
-    printed = keepsight(*given)
+    printed = keepsight("prefix", *TINY, "method=snapkv", "budget=160", f"prompt={LONG}", "out=prefixes")
     tokens = len(base_tokenizer()(LONG)["input_ids"])
     assert f"{tokens} tokens in 160" in printed
     (path,) = Path("prefixes").glob("*.safetensors")
@@ -57,17 +60,19 @@ def test_its_prefixes_are_the_documents_alone(keepsight: CommandLine) -> None:
 
 
 def test_a_template_file_is_recorded_with_results_and_data(keepsight: CommandLine, here: Path) -> None:
-    file = here / "chat.jinja"
-    file.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}answer:")
-    template = f"model.chat_template={file}"
-    given = ("methods=[full,snapkv]", "pages=0", "out=run")
-    assert "--- head\nuser:" in keepsight("eval", *TINY, template, *NEEDLES, *given)
+    template = here / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}answer:")
+    model = (*TINY, f"model.chat_template={template}")
+    evaluation = ("eval", *model, *NEEDLES, "methods=[full,snapkv]", "pages=0", "out=run")
+    assert "--- head\nuser:" in keepsight(*evaluation)
     tokenizer = base_tokenizer()
-    tokenizer.chat_template = file.read_text()
+    tokenizer.chat_template = template.read_text()
     digest = template_digest(tokenizer)
     assert read_json(Path("run", "settings.json"))["target"]["template"] == digest
-    keepsight("data", *TINY, template, *DATA)
+
+    keepsight("data", *model, *DATA)
     assert read_json(Path("data", "manifest.json"))["settings"]["identity"]["template"] == digest
     keepsight.refuses("model", "conflict", "train", *TINY, "data=data", "out=trained", "train.held_out=1")
-    file.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert "run: measured again: " in keepsight("eval", *TINY, template, *NEEDLES, *given)
+
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert "run: measured again: " in keepsight(*evaluation)

@@ -34,98 +34,134 @@ def cells(line: str) -> list[str]:
     return re.split(" {2,}", line.strip())
 
 
+def numbers_by_name(lines: list[str]) -> dict[str, list[float]]:
+    """The numbers of each line by its first cell."""
+    numbers: dict[str, list[float]] = {}
+    for line in lines:
+        name, *texts = cells(line)
+        numbers[name] = [float(text) for text in texts]
+    return numbers
+
+
 def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     small = ("train.replays=2", "train.cuts=3", "tokens=60", "answer_tokens=5", "repeats=1")
     lines = keepsight("bench", "train", *TINY, *small).splitlines()
-    at = "2 steps a pass of the model at 3 cuts"
-    assert lines[0] == f"1 x 60 prompt + 5 answer tokens, {at}, 1 repeats"
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 2 steps a pass of the model at 3 cuts, 1 repeats"
     assert cells(lines[1]) == ["pass", "median s", "fastest s", "slowest s", "in prefills", "peak MiB"]
-    prefill, step = map(cells, lines[2:])
-    assert prefill[0] == "prefill" and prefill[4] == "1.000"
-    assert step[0] == "step" and float(step[4]) > 0 and float(step[2]) <= float(step[1]) <= float(step[3])
+    prefill_line, step_line = lines[2:]
+    name, *_, in_prefills, _ = cells(prefill_line)
+    assert name == "prefill"
+    assert in_prefills == "1.000"
+    name, median, fastest, slowest, in_prefills, _ = cells(step_line)
+    assert name == "step"
+    assert float(in_prefills) > 0
+    assert float(fastest) <= float(median) <= float(slowest)
 
 
 def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("tokens=320", "answer_tokens=3", "samples=1", "budgets=[40,64]", "methods=[snapkv]")
-    warned = list[str]()
-    for name in ("warning", "warning_once"):
-        monkeypatch.setattr(logging.Logger, name, lambda _, *given, **__: warned.append(str(given)))
+    warnings = list[str]()
+    for method in ("warning", "warning_once"):
+        monkeypatch.setattr(logging.Logger, method, lambda _, *message, **__: warnings.append(str(message)))
     lines = keepsight("bench", "eval", *METHODS, *small).splitlines()
-    assert [each for each in warned if "eos_token_id" in each] == []
+    assert [warning for warning in warnings if "eos_token_id" in warning] == []
     assert lines[0].startswith("2 variants, 320 prompt tokens, 3 answer tokens, 1 samples, ")
     assert [cells(line)[0] for line in lines[1:]] == ["method", "sweep", "separate runs"]
     assert cells(lines[2])[2] == "1.00"
 
 
 def test_evictions_against_the_prefill(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of KV entries: a layer whole and what stays of all, where a method evicts during the prefill."""
+    """A method that evicts during the prefill holds at most one full layer, beside what it keeps of the others."""
     monkeypatch.setattr(eviction, "_LEAST_SECONDS", 0.0)
     methods = "methods=[snapkv,{name: snapkv, during_prefill: false, label: after},lookaheadkv,h2o]"
-    _, names, *lines = keepsight("bench", "evict", *METHODS, "lengths=[90,2000]", methods, "repeats=1").splitlines()
-    assert names.split()[:2] == ["tokens", "method"] and names.endswith(" KV MiB")
-    rows = [tuple(cells(line)[:2]) for line in lines]
-    variants = ("prefill", "sums for h2o", "snapkv 48", "after 48", "lookaheadkv 48", "h2o 48")
-    assert rows == [(length, name) for length in ("90", "2000") for name in variants]
-    layers, entry = 3, 2 * 8 * 2 * 4 / 2**20  # KV heads, dimensions, keys and values, bytes
-    whole, stays = layers * 2000, layers * 48
-    expected = [whole, 2000 + stays, whole + stays, 2000 + stays]
-    peaks = {cells(line)[1]: cells(line)[-1] for line in lines[6:]}
-    found = [peaks[name] for name in ("prefill", "snapkv 48", "after 48", "lookaheadkv 48")]
-    assert found == [f"{entries * entry:.1f}" for entries in expected]
+    printed = keepsight("bench", "evict", *METHODS, "lengths=[90,2000]", methods, "repeats=1")
+    _, heading, *lines = printed.splitlines()
+    assert heading.split()[:2] == ["tokens", "method"]
+    assert heading.endswith(" KV MiB")
+    rows = [cells(line) for line in lines]
+    lengths = [row[0] for row in rows]
+    assert lengths == ["90"] * 6 + ["2000"] * 6
+    names = [row[1] for row in rows]
+    assert names == ["prefill", "sums for h2o", "snapkv 48", "after 48", "lookaheadkv 48", "h2o 48"] * 2
+
+    layers = 3
+    full = layers * 2000
+    kept = layers * 48
+    expected_entries = {
+        "prefill": full,
+        "snapkv 48": 2000 + kept,
+        "after 48": full + kept,
+        "lookaheadkv 48": 2000 + kept,
+    }
+    entry_mib = 2 * 8 * 2 * 4 / 2**20  # KV heads, dimensions, keys and values, bytes
+    peaks = {row[1]: row[-1] for row in rows if row[0] == "2000"}
+    for name, entries in expected_entries.items():
+        assert peaks[name] == f"{entries * entry_mib:.1f}"
 
 
 def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
     methods = "methods=[snapkv,adakv,{name: specache, group: 8},{name: quest, page: 8},{name: shadowkv, chunk: 4}]"
-    given = ("tokens=90", methods, "answer_tokens=2", "attention=[eager]")
-    title, names, *lines = keepsight("bench", "decode", *METHODS, *given, "batch=2").splitlines()
+    keys = ("tokens=90", methods, "answer_tokens=2", "attention=[eager]", "batch=2")
+    title, heading, *lines = keepsight("bench", "decode", *METHODS, *keys).splitlines()
     assert title.startswith("2 rows of 90 tokens, median of 2 steps, ")
-    times = ["ms a step", "tokens/s", "of full", "of first", "KV MiB"]
-    assert cells(names) == ["method", *times, "selecting", "prefill s", "with prefill/s"]
-    figures = {name: figures for name, *figures in map(cells, lines)}
-    quest = figures.pop("quest page=8 48")
-    for selecting in (quest, figures.pop("shadowkv chunk=4 48")):
-        assert selecting[5].endswith("%") and 0 < int(selecting[5][:-1]) < 100, "these two alone select"
-    eager = figures.pop("full cache, eager")
-    assert len(eager) == len(quest) - 2, "neither selecting nor a ratio to the first method"
-    rows = {name: [float(figure) for figure in numbers] for name, numbers in figures.items()}
+    columns = ["method", "ms a step", "tokens/s", "of full", "of first", "KV MiB"]
+    columns += ["selecting", "prefill s", "with prefill/s"]
+    assert cells(heading) == columns
+    lines_by_name = {cells(line)[0]: line for line in lines}
+    row_of_quest = cells(lines_by_name.pop("quest page=8 48"))
+    row_of_shadowkv = cells(lines_by_name.pop("shadowkv chunk=4 48"))
+    for row in (row_of_quest, row_of_shadowkv):
+        selecting = row[columns.index("selecting")]
+        assert selecting.endswith("%"), "these two alone select"
+        assert 0 < int(selecting.removesuffix("%")) < 100
+    row_of_eager = cells(lines_by_name.pop("full cache, eager"))
+    assert len(row_of_eager) == len(columns) - 2, "neither selecting nor a ratio to the first method"
+
+    rows = numbers_by_name([*lines_by_name.values()])
     assert list(rows) == ["full cache", "snapkv 48", "adakv 48", "specache group=8"]
-    assert all(0 < numbers[-1] < numbers[1] and numbers[-2] >= 0 for numbers in rows.values())
-    full, snapkv, adakv, _ = rows.values()
-    assert full[2] == snapkv[3] == 1
-    for milliseconds, speed, of_full, of_first, *_ in rows.values():
-        assert speed == pytest.approx(2000 / milliseconds, rel=0.2)
-        assert of_full == pytest.approx(milliseconds / full[0], rel=0.2)
-        assert of_first == pytest.approx(milliseconds / snapkv[0], rel=0.2)  # printed with few digits
-    assert snapkv[4] == adakv[4] < full[4], "KV MiB held"
+    full_ms, _, full_of_full, _, full_mib, *_ = rows["full cache"]
+    snapkv_ms, _, _, snapkv_of_first, snapkv_mib, *_ = rows["snapkv 48"]
+    adakv_mib = rows["adakv 48"][4]
+    assert full_of_full == snapkv_of_first == 1
+    assert snapkv_mib == adakv_mib < full_mib
+    for milliseconds, speed, of_full, of_first, _, prefill_seconds, speed_with_prefill in rows.values():
+        assert speed == pytest.approx(2000 / milliseconds, rel=0.2)  # printed with few digits
+        assert of_full == pytest.approx(milliseconds / full_ms, rel=0.2)
+        assert of_first == pytest.approx(milliseconds / snapkv_ms, rel=0.2)
+        assert prefill_seconds >= 0
+        assert 0 < speed_with_prefill < speed
 
 
 def test_attention_that_is_not_there_is_refused(keepsight: CommandLine) -> None:
-    given = ("bench", "decode", *METHODS, "tokens=90", "methods=[snapkv]", "answer_tokens=1")
-    keepsight.refuses("attention", "missing", *given, "attention=[no_such_attention]")
-    keepsight.refuses("attention", "conflict", *given, "attention=[eager]", "batch=0")
+    decode = ("bench", "decode", *METHODS, "tokens=90", "methods=[snapkv]", "answer_tokens=1")
+    keepsight.refuses("attention", "missing", *decode, "attention=[no_such_attention]")
+    keepsight.refuses("attention", "conflict", *decode, "attention=[eager]", "batch=0")
 
 
 def test_decoding_in_the_largest_batch_of_each_method(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_MOST_ROWS", 6)
     monkeypatch.setattr(decoding, "free_tokens", lambda _: 700)
-    given = ("tokens=90", "methods=[snapkv,{name: specache, group: 8}]", "answer_tokens=2", "batch=0")
-    title, names, *lines = keepsight("bench", "decode", *METHODS, *given).splitlines()
-    assert title.startswith("rows of 90 tokens, median of 2 steps, ") and names.split()[:2] == ["method", "rows"]
-    rows = {name: [float(figure) for figure in figures] for name, *figures in map(cells, lines)}
-    assert list(rows) == ["full cache", "snapkv 48", "specache group=8"]
-    assert [each[0] for each in rows.values()] == [3, 6, 2], "SpeCache: 64 whole, 64 fetched"
-    for count, milliseconds, speed, of_full, _ in rows.values():
-        assert speed == pytest.approx(count * 1000 / milliseconds, rel=0.2)
-        assert of_full == pytest.approx(speed / rows["full cache"][2], rel=0.2)
+    keys = ("tokens=90", "methods=[snapkv,{name: specache, group: 8}]", "answer_tokens=2", "batch=0")
+    title, heading, *lines = keepsight("bench", "decode", *METHODS, *keys).splitlines()
+    assert title.startswith("rows of 90 tokens, median of 2 steps, ")
+    assert heading.split()[:2] == ["method", "rows"]
+    rows = numbers_by_name(lines)
+    batches = {name: numbers[0] for name, numbers in rows.items()}
+    assert list(batches) == ["full cache", "snapkv 48", "specache group=8"]
+    assert list(batches.values()) == [3, 6, 2], "SpeCache holds 64 entries in full precision, and fetches 64"
+    _, _, full_speed, *_ = rows["full cache"]
+    for batch, milliseconds, speed, of_full, _ in rows.values():
+        assert speed == pytest.approx(batch * 1000 / milliseconds, rel=0.2)
+        assert of_full == pytest.approx(speed / full_speed, rel=0.2)
 
 
 def test_operators_of_methods(keepsight: CommandLine) -> None:
-    given = ("tokens=90", "methods=[{name: snapkv, pool: none},lookaheadkv,{name: kivi, group: 8}]")
-    title, names, *lines = keepsight("bench", "ops", *METHODS, *given).splitlines()
+    methods = "methods=[{name: snapkv, pool: none},lookaheadkv,{name: kivi, group: 8}]"
+    title, heading, *lines = keepsight("bench", "ops", *METHODS, "tokens=90", methods).splitlines()
     assert title.startswith("operators / syncs a layer; 3 layers, 90 prompt tokens; ")
-    assert names.split() == ["method", "observe", "select", "gather", "decode"]
-    counted = {name: len(counts) for name, *counts in map(cells, lines)}
-    assert counted == {"plain model": 1, "snapkv pool=none 48": 4, "lookaheadkv 48": 4, "kivi group=8": 1}
+    assert heading.split() == ["method", "observe", "select", "gather", "decode"]
+    filled_columns = {name: len(counts) for name, *counts in map(cells, lines)}
+    assert filled_columns == {"plain model": 1, "snapkv pool=none 48": 4, "lookaheadkv 48": 4, "kivi group=8": 1}
 
 
 @pytest.mark.usefixtures("heads")
@@ -134,11 +170,15 @@ def test_retrieval_with_a_head_and_without(keepsight: CommandLine) -> None:
     assert lines[0].startswith("retrieval head (features: previous-step): ")
     assert lines[1].startswith("draft head: ")
     assert lines[2].startswith("1 rows of random entries, budget 64, ")
-    assert [line.split()[:2] for line in lines[4:7]] == [["200", name] for name in ("full", "quest", "specontext")]
-    assert lines[8].startswith("2 texts of ") and ", 3 steps each, " in lines[8]
-    assert [line.split()[0] for line in lines[9:]] == ["budget", "40", "64"]
-    random = ("retrieval_head.features=none", "retrieval_head.groups=2", "batch=2")
-    lines = keepsight(*RETRIEVE, *random).splitlines()
+    rows_of_steps = [line.split()[:2] for line in lines[4:7]]
+    assert rows_of_steps == [["200", "full"], ["200", "quest"], ["200", "specontext"]]
+    assert lines[8].startswith("2 texts of ")
+    assert ", 3 steps each, " in lines[8]
+    first_cells = [line.split()[0] for line in lines[9:]]
+    assert first_cells == ["budget", "40", "64"]
+
+    random_head = ("retrieval_head.features=none", "retrieval_head.groups=2")
+    lines = keepsight(*RETRIEVE, *random_head, "batch=2").splitlines()
     assert lines[0].startswith("retrieval= is not set: this head has random weights")
     assert lines[2].startswith("2 rows of random entries, budget 64, ")
     assert lines[-1].startswith("bytes moved are not measured: ")
@@ -146,17 +186,20 @@ def test_retrieval_with_a_head_and_without(keepsight: CommandLine) -> None:
 
 @pytest.mark.usefixtures("heads")
 def test_speculative_decoding_of_needles_and_prompts_of_a_data_folder(keepsight: CommandLine) -> None:
-    lines = keepsight(*SPECULATE, "draft.head=draft").splitlines()
-    assert lines[0].startswith("2 prompts of ") and ", answers of at most 6, drafts of 3, " in lines[0]
+    speculate = (*SPECULATE, "draft.head=draft")
+    lines = keepsight(*speculate).splitlines()
+    assert lines[0].startswith("2 prompts of ")
+    assert ", answers of at most 6, drafts of 3, " in lines[0]
     assert lines[-1] == "2 of 2 answers are the same, token for token"
+
     keepsight("data", *TINY, *DATA)
-    lines = keepsight(*SPECULATE, "draft.head=draft", "data=data").splitlines()
+    lines = keepsight(*speculate, "data=data").splitlines()
     assert lines[-1] == "2 of 2 answers are the same, token for token"
-    keepsight.refuses("samples", "range", *SPECULATE, "draft.head=draft", "data=data", "samples=50")
+    keepsight.refuses("samples", "range", *speculate, "data=data", "samples=50")
 
 
 HUGE = "1000000000"
-HUGE_VALUES = [
+HUGE_COMMANDS = [
     *(f"{name} tokens={HUGE}" for name in ("train", "eval", "decode", "ops", "specache")),
     *(f"{name} lengths=[64,{HUGE}]" for name in ("evict", "retrieve")),
     *(f"{name} batch={HUGE}" for name in ("decode", "specache", "retrieve")),
@@ -169,11 +212,12 @@ HUGE_VALUES = [
 
 @pytest.mark.usefixtures("heads")
 def test_what_has_no_room_is_refused_before_it_is_allocated(keepsight: CommandLine) -> None:
-    for given in HUGE_VALUES:
-        name, *keys = given.split()
-        keys += ["methods=[snapkv]"] if name in ("eval", "decode", "ops", "evict") else []
+    for command in HUGE_COMMANDS:
+        name, *keys = command.split()
+        if name in ("eval", "decode", "ops", "evict"):
+            keys.append("methods=[snapkv]")
         message = keepsight.fails("bench", name, *TINY, *keys)
-        assert "fit the context of 4096" in message or "the free memory has room for " in message, given
+        assert "fit the context of 4096" in message or "the free memory has room for " in message, command
 
 
 WRONG: dict[str, tuple[str, Code]] = {
@@ -191,12 +235,12 @@ WRONG: dict[str, tuple[str, Code]] = {
 
 
 def test_bad_values(keepsight: CommandLine) -> None:
-    for given, refusal in WRONG.items():
-        name, *keys = given.split()
+    for command, refusal in WRONG.items():
+        name, *keys = command.split()
         keepsight.refuses(*refusal, "bench", name, *TINY, *keys)
 
 
-IN_FOLDERS = {
+TABLES_OF = {
     "train tokens=60 answer_tokens=5 repeats=1": ("train",),
     "eval adapter=adapter budgets=[48] methods=[snapkv] tokens=320 answer_tokens=3 samples=1": ("eval",),
     "evict adapter=adapter budgets=[48] methods=[snapkv] lengths=[90,120] repeats=1": ("evict",),
@@ -206,37 +250,39 @@ IN_FOLDERS = {
     "serve adapter=adapter budgets=[48] methods=[snapkv] tokens=90 answer_tokens=6 requests=2 rows=2": ("serve",),
     "queries tokens=320 answer_tokens=3 samples=2": ("queries",),
     "queries tasks=[niah_single] tokens=320 answer_tokens=3 samples=2 by=[layer,head] text=So drawn={near:9}": (
-        *("queries", "queries_by_layer_head"),
+        "queries",
+        "queries_by_layer_head",
     ),
     "speculate draft.head=draft tokens=320 answer_tokens=6 samples=2": ("speculate",),
     "retrieve retrieval=head tokens=300 samples=2 lengths=[200] budgets=[40] repeats=1 answer_tokens=3": (
-        *("steps", "traffic"),
+        "steps",
+        "traffic",
     ),
 }
-"""Commands, and the tables that they write."""
+"""The tables that commands write."""
 
 
 @pytest.mark.usefixtures("heads")
-@pytest.mark.parametrize("given", IN_FOLDERS)
+@pytest.mark.parametrize("command", TABLES_OF)
 def test_in_a_folder_nothing_is_measured_twice(
-    given: str, keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times vary from run to run, so what is printed again to the last digit was read."""
     monkeypatch.setattr(eviction, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(decoding, "_MOST_ROWS", 2)
-    name, *keys = given.split()
-    command = ("bench", name, *TINY, *keys, "out=out")
-    printed = keepsight(*command)
-    tables = {path.stem: path.read_text() for path in (here / "out").glob("*.csv")}
-    assert tuple(sorted(tables)) == IN_FOLDERS[given]
+    name, *keys = command.split()
+    bench = ("bench", name, *TINY, *keys, "out=out")
+    printed = keepsight(*bench)
+    tables = {path: path.read_text() for path in (here / "out").glob("*.csv")}
+    assert tuple(sorted(path.stem for path in tables)) == TABLES_OF[command]
     rows = {path: path.read_text() for path in (here / "out").glob("*.jsonl")}
-    assert keepsight(*command) == printed
-    for path, text in rows.items():  # as a kill leaves them
+    assert keepsight(*bench) == printed
+    for path, text in rows.items():
         assert path.read_text() == text
-        path.write_text(text[: len(text) // 2])
-    keepsight(*command)
-    for stem, text in tables.items():
-        again = (here / "out" / f"{stem}.csv").read_text()
-        assert again.partition("\n")[0] == text.partition("\n")[0]
-        assert again.count("\n") == text.count("\n") > 1
-    keepsight.refuses("model.dtype", "conflict", *command, "model.dtype=bfloat16")
+        path.write_text(text[: len(text) // 2])  # as a kill leaves it
+    keepsight(*bench)
+    for path, table in tables.items():
+        resumed_table = path.read_text()
+        assert resumed_table.splitlines()[0] == table.splitlines()[0]
+        assert resumed_table.count("\n") == table.count("\n") > 1
+    keepsight.refuses("model.dtype", "conflict", *bench, "model.dtype=bfloat16")

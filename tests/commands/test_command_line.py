@@ -28,7 +28,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from keepsight.runtime.methods import METHODS
-from tests.commands.commands import DATA, NEEDLES, WITH_MODEL, CommandLine, tree
+from tests.commands.commands import COMMANDS_WITH_MODEL, DATA, NEEDLES, CommandLine, key_of, tree
 from tests.families import fresh_model
 from tests.refused import refused
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -43,10 +43,13 @@ RECIPES = {path.stem: path for path in sorted((Path(recipes.__file__).parent / "
 
 def test_overviews_name_every_command(keepsight: CommandLine) -> None:
     assert keepsight() == keepsight("--help") == keepsight("-h")
-    printed, benchmarks = keepsight(), keepsight("bench", "--help")
+    overview = keepsight()
+    overview_of_bench = keepsight("bench", "--help")
     for name in COMMANDS:
-        shown = name.removeprefix("bench ")
-        assert " " in shown or f"\n  {shown} " in (benchmarks if name.startswith("bench ") else printed)
+        if name.startswith("bench "):
+            assert f"\n  {name.removeprefix('bench ')} " in overview_of_bench
+        elif " " not in name:
+            assert f"\n  {name} " in overview
     assert keepsight("train-draft-head", "--help") == keepsight("train_draft_head", "--help")
     assert keepsight("--version") == f"keepsight {__version__}\n"
 
@@ -59,15 +62,22 @@ def test_help_explains_every_key_and_fits_a_screen(
     schema, _ = COMMANDS[command]
     notes = {key.name: key.note for key in keys_of(schema)}
     assert all(notes.values())
-    whole, short = (keepsight(*command.split(), "--help", *more) for more in (["all"], []))
-    assert whole.startswith(f"keepsight {command}: ") and max(map(len, whole.splitlines())) <= 100
-    assert {*re.findall(r"shipped:([\w.-]+)", short)} <= {"NAME", *SHIPPED}
-    assert [name for name in notes if f"\n  {name}=" not in whole] == []
-    shown = re.findall(r"^  ([\w.]+)=", short, flags=re.MULTILINE)
-    assert {*shown} <= {*notes, "recipe"} and len(short.splitlines()) <= 50
-    assert ("recipe" in shown) == ("model.id" in notes) == ("keepsight help recipes lists them." in short)
-    behind = short.partition("--help all shows these too: ")[2].replace("\n", " ")
-    assert all(name in shown or name.split(".")[0] in behind for name in notes)
+    help_all = keepsight(*command.split(), "--help", "all")
+    assert help_all.startswith(f"keepsight {command}: ")
+    assert max(map(len, help_all.splitlines())) <= 100
+    assert [name for name in notes if f"\n  {name}=" not in help_all] == []
+
+    short_help = keepsight(*command.split(), "--help")
+    assert len(short_help.splitlines()) <= 50
+    assert {*re.findall(r"shipped:([\w.-]+)", short_help)} <= {"NAME", *SHIPPED}
+    explained = re.findall(r"^  ([\w.]+)=", short_help, flags=re.MULTILINE)
+    assert {*explained} <= {*notes, "recipe"}
+    takes_recipe = "model.id" in notes
+    assert ("recipe" in explained) == takes_recipe
+    assert ("keepsight help recipes lists them." in short_help) == takes_recipe
+    listed = short_help.partition("--help all shows these too: ")[2].replace("\n", " ")
+    for name in notes:
+        assert name in explained or name.split(".")[0] in listed
 
 
 def test_methods_are_listed_with_their_papers_and_costs(
@@ -78,23 +88,28 @@ def test_methods_are_listed_with_their_papers_and_costs(
     monkeypatch.setenv("COLUMNS", "110")
     text = keepsight("methods")
     assert sorted(re.findall(r"^  (\S+) ", text, flags=re.MULTILINE)) == sorted(METHODS)
-    assert "https://arxiv.org/abs/2404.14469" in text and "cost: soft tokens in the prefill; a trained module" in text
+    assert "https://arxiv.org/abs/2404.14469" in text
+    assert "cost: soft tokens in the prefill; a trained module" in text
     assert keepsight("help", "methods") == text
-    assert "keepsight.make_method(NAME, budget)" in text and make_method("snapkv", 64) == SnapKV(64)
+    assert "keepsight.make_method(NAME, budget)" in text
+    assert make_method("snapkv", 64) == SnapKV(64)
     keepsight.refuses("snapkv", "unknown", "methods", "snapkv")
 
 
 def test_help_shows_the_values_that_the_command_would_use(keepsight: CommandLine) -> None:
     def values(*arguments: str) -> dict[str, str]:
-        return dict(re.findall(r"^  ([\w.]+)=(\S*)", keepsight(*arguments, "--help", "all"), flags=re.MULTILINE))
+        printed = keepsight(*arguments, "--help", "all")
+        return dict(re.findall(r"^  ([\w.]+)=(\S*)", printed, flags=re.MULTILINE))
 
-    small, large = (values("train", f"recipe={name}") for name in ("smollm2-135m", "llama3.1-8b"))
+    small = values("train", "recipe=smollm2-135m")
     assert (small["lookahead.tokens"], small["train.precision"]) == ("24", "no")
-    assert (large["lookahead.tokens"], large["train.precision"], large["recipe"]) == ("32", "bf16", "llama3.1-8b")
-    assert [*small].index("data") < [*small].index("title") < [*small].index("model.id")
     assert (small["data"], small["init"], small["model.trust_remote_code"]) == ("required", "null", "false")
-    named = values("fit", "meta-llama/Llama-3.1-8B-Instruct", "out=a", "--limit", "7")
-    assert [named[key] for key in ("recipe", "train.precision", "out", "limit")] == ["llama3.1-8b", "bf16", "a", "7"]
+    keys = [*small]
+    assert keys.index("data") < keys.index("title") < keys.index("model.id")
+    large = values("train", "recipe=llama3.1-8b")
+    assert (large["lookahead.tokens"], large["train.precision"], large["recipe"]) == ("32", "bf16", "llama3.1-8b")
+    fit = values("fit", "meta-llama/Llama-3.1-8B-Instruct", "out=a", "--limit", "7")
+    assert (fit["recipe"], fit["train.precision"], fit["out"], fit["limit"]) == ("llama3.1-8b", "bf16", "a", "7")
     assert values("fit")["model.id"] == "required"
 
 
@@ -102,14 +117,13 @@ def test_help_shows_the_values_that_the_command_would_use(keepsight: CommandLine
 def test_help_imports_nothing_heavy(command: str) -> None:
     """Importing torch and transformers takes seconds; help takes 0.7 s of processor time."""
     heavy = {"torch", "transformers", "peft", "accelerate", "datasets", "numpy", "pandas", "safetensors", "openai"}
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "keepsight", *command.split()],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert done.returncode == 0
+    python = [sys.executable, "-X", "importtime", "-m", "keepsight", *command.split()]
+    result = subprocess.run(python, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0
+    imported: set[str] = set()
+    for line in result.stderr.splitlines():
+        module = line.rpartition("|")[2].strip()
+        imported.add(module.partition(".")[0])
     assert "keepsight" in imported
     assert not imported & heavy
 
@@ -118,55 +132,59 @@ def test_a_reader_that_is_gone_is_no_traceback() -> None:
     """As in `keepsight --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "keepsight", "--help"], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT
-    )
+    command = [sys.executable, "-m", "keepsight", "--help"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
-def test_an_interrupt_during_imports(tmp_path: Path) -> None:
+def test_an_interrupt_during_imports_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, str(ROOT / "train_lookahead.py"), "data=a", "out=b"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("keepsight: error: interrupted; ") and "Trace" not in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("keepsight: error: interrupted; ")
+    assert "Trace" not in result.stderr
 
 
 def test_every_recipe_is_read() -> None:
     for recipe, path in RECIPES.items():
         config = parse(Data, [f"recipe={recipe}", "out=a"])
-        own = yaml.safe_load(path.read_text("utf-8")).get("model")
-        assert own is None or config.model.id == own["id"]
+        model = yaml.safe_load(path.read_text("utf-8")).get("model")
+        assert model is None or config.model.id == model["id"]
         assert config.model.id in LICENSES
 
 
 def test_arguments_are_above_the_recipe_and_it_above_the_defaults() -> None:
     config = parse(Train, ["data=a", "out=b", "model.dtype=float32", "train.learning_rate=2e-4"])
     assert (config.model.dtype, config.train.learning_rate, config.train.replays) == ("float32", 2e-4, 8)
-    assert config.model.id == "HuggingFaceTB/SmolLM2-135M-Instruct" and config.max_prompt_tokens == 0
+    assert config.model.id == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert config.max_prompt_tokens == 0
 
 
 def test_a_recipe_is_inferred_from_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of the id whole, one of the architecture and size for training alone; else the defaults."""
+    """That of the same id in full, that of the same architecture and size for training alone; else the defaults."""
     say_once.cache_clear()
-    given = ["data=a", "out=b"]
-    known = parse(Eval, ["out=b", "model.id=HuggingFaceTB/SmolLM2-135M-Instruct"])
-    assert known.adapter == "shipped:smollm2-135m-lookahead" and known.draft.layers
-    other = parse(Train, [*given, "model.id=ours"])
-    assert (other.lookahead.tokens, other.train.replays, other.model.packaged) == (32, 1, None)
+    same_id = parse(Eval, ["out=b", "model.id=HuggingFaceTB/SmolLM2-135M-Instruct"])
+    assert same_id.adapter == "shipped:smollm2-135m-lookahead"
+    assert same_id.draft.layers
+
+    unknown = parse(Train, ["data=a", "out=b", "model.id=ours"])
+    assert (unknown.lookahead.tokens, unknown.train.replays, unknown.model.packaged) == (32, 1, None)
     assert parse(Eval, ["out=b", "model.id=ours"]).adapter is None
+
     (here / "mine").mkdir()
-    shape = '"hidden_size": 576, "num_hidden_layers": 30'
-    (here / "mine" / "config.json").write_text(f'{{"model_type": "llama", {shape}}}')
-    similar = parse(Train, [*given, "model.id=mine"])
-    assert (similar.lookahead.tokens, similar.train.replays, similar.model.packaged) == (24, 8, None)
+    write_json(here / "mine" / "config.json", {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30})
+    same_size = parse(Train, ["data=a", "out=b", "model.id=mine"])
+    assert (same_size.lookahead.tokens, same_size.train.replays, same_size.model.packaged) == (24, 8, None)
     assert parse(Eval, ["out=b", "model.id=mine"]).adapter is None
+
     parse(Plan, [])
-    said = capsys.readouterr().err
-    assert "recipe=smollm2-135m, as neither recipe= nor model.id= is set" in said
-    assert "ours: no recipe" in said and "mine: training settings of recipe=smollm2-135m" in said
+    messages = capsys.readouterr().err
+    assert "recipe=smollm2-135m, as neither recipe= nor model.id= is set" in messages
+    assert "ours: no recipe" in messages
+    assert "mine: training settings of recipe=smollm2-135m" in messages
     with refused("model.id", "missing"):
         parse(Fit, ["out=b"])
 
@@ -187,50 +205,60 @@ def test_a_model_that_is_on_the_hub_alone_takes_the_same_recipe_in_its_first_run
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration is fetched, or the second run, which finds it in the cache, would be another training."""
-    (here / "fetched.json").write_text('{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}')
+    write_json(here / "fetched.json", {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32})
     monkeypatch.setattr(model_files, "hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(here / "fetched.json"))
     assert parse(Train, ["data=a", "out=b", "model.id=ada/like-llama"]).train.precision == "bf16"
 
 
 def test_words_after_dashes_are_values_of_keys() -> None:
-    def read(schema: type, words: list[str]) -> list[str]:
+    def overrides(schema: type, words: list[str]) -> list[str]:
         return overrides_of(schema, [*keys_of(schema)], words)
 
-    given = ["--tasks", "niah", "--out", "a", "--budgets=64", "--model.trust-remote-code", "methods=h2o"]
+    words = ["--tasks", "niah", "--out", "a", "--budgets=64", "--model.trust-remote-code", "methods=h2o"]
     expected = ["tasks=niah", "out=a", "budgets=64", "model.trust_remote_code=true", "methods=h2o"]
-    assert read(Eval, given) == expected
-    assert read(Push, ["a", "ada/x", "--dry-run"]) == ["folder=a", "repo=ada/x", "dry_run=true"]
+    assert overrides(Eval, words) == expected
+    assert overrides(Push, ["a", "ada/x", "--dry-run"]) == ["folder=a", "repo=ada/x", "dry_run=true"]
     with refused("tasks", "missing"):
-        read(Eval, ["--tasks"])
+        overrides(Eval, ["--tasks"])
     with refused("taks", "unknown") as error:
-        read(Eval, ["--taks", "niah"])
+        overrides(Eval, ["--taks", "niah"])
     assert "did you mean 'tasks'?" in str(error.value)
 
 
 def test_lists_and_options_arrive_with_their_types() -> None:
     config = parse(Eval, ["out='a, b'", "budgets=[64,0.1]", "methods=[full,{name: snapkv, kernel: 5}]", "adapter=null"])
-    assert config.out == "a, b" and config.adapter is None
-    assert config.budgets == [64, 0.1] and [type(budget) for budget in config.budgets] == [int, float]
+    assert config.out == "a, b"
+    assert config.adapter is None
+    assert config.budgets == [64, 0.1]
+    assert [type(budget) for budget in config.budgets] == [int, float]
     assert config.methods == ["full", {"name": "snapkv", "kernel": 5}]
     assert parse(Inspect, ["prompt=a", "options={kernel: 5, group: max}"]).options == {"kernel": 5, "group": "max"}
-    bare = parse(Eval, ["out=a", "tasks=niah,jsonl", "budgets=64", "methods={name: snapkv, window: 8},h2o"])
-    assert (bare.tasks, bare.budgets) == (["niah", "jsonl"], [64])
-    assert bare.methods == [{"name": "snapkv", "window": 8}, "h2o"]
-    layers = [parse(Eval, ["out=a", f"draft.layers={each}"]).draft.layers for each in ("0,3", "null")]
-    assert layers == [[0, 3], None]
+    without_brackets = parse(Eval, ["out=a", "tasks=niah,jsonl", "budgets=64", "methods={name: snapkv, window: 8},h2o"])
+    assert without_brackets.tasks == ["niah", "jsonl"]
+    assert without_brackets.budgets == [64]
+    assert without_brackets.methods == [{"name": "snapkv", "window": 8}, "h2o"]
+    assert parse(Eval, ["out=a", "draft.layers=0,3"]).draft.layers == [0, 3]
+    assert parse(Eval, ["out=a", "draft.layers=null"]).draft.layers is None
 
 
 def test_every_combination_of_several_values_is_a_cell() -> None:
-    given = ["data=a", "out=b", "lookahead.tokens=[2,4]", "train.far=0,0.5", "lookahead.rank=3"]
-    cells = parse_cells(Train, [*given, "lookahead.targets=[qv]"])
+    keys = ["data=a", "out=b", "lookahead.tokens=[2,4]", "train.far=0,0.5", "lookahead.rank=3"]
+    cells = parse_cells(Train, [*keys, "lookahead.targets=[qv]"])
     assert [*cells] == ["tokens2-far0", "tokens2-far0.5", "tokens4-far0", "tokens4-far0.5"]
-    shapes = [(each.lookahead.tokens, each.lookahead.rank, each.train.far) for _, each in cells.values()]
-    assert shapes == [(2, 3, 0), (2, 3, 0.5), (4, 3, 0), (4, 3, 0.5)]
-    lists = parse_cells(Train, ["data=a", "out=b", "lookahead.targets=[[none],[qv],[q_proj, up_proj]]"])
-    assert [*lists] == ["targetsnone", "targetsqv", "targetsq_proj+up_proj"]
-    assert lists["targetsq_proj+up_proj"][1].lookahead.targets == ["q_proj", "up_proj"]
+    settings = [(config.lookahead.tokens, config.lookahead.rank, config.train.far) for _, config in cells.values()]
+    assert settings == [(2, 3, 0), (2, 3, 0.5), (4, 3, 0), (4, 3, 0.5)]
+
+    cells = parse_cells(Train, ["data=a", "out=b", "lookahead.targets=[[none],[qv],[q_proj, up_proj]]"])
+    assert [*cells] == ["targetsnone", "targetsqv", "targetsq_proj+up_proj"]
+    _, config = cells["targetsq_proj+up_proj"]
+    assert config.lookahead.targets == ["q_proj", "up_proj"]
     assert parse_cells(Train, ["data=a", "out=b", "lookahead.targets=[q_proj,up_proj]"]) == {}
+
+
+def missing_keys_of_tiny(line: str) -> list[str]:
+    """The keys of `TINY` that a line does not set itself."""
+    return [argument for argument in TINY if key_of(argument) not in line]
 
 
 WRONG: dict[str, tuple[str, Code]] = {
@@ -289,11 +317,12 @@ WRONG: dict[str, tuple[str, Code]] = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_bad_input_ends_in_one_line(keepsight: CommandLine, line: str, here: Path) -> None:
-    before = tree(here)
-    command, *given = line.split(" ")
-    tiny = [key for key in TINY if command in WITH_MODEL and key.partition("=")[0] not in line]
-    keepsight.refuses(*WRONG[line], command, *given, *tiny)
-    assert tree(here) == before
+    files = tree(here)
+    command, *arguments = line.split(" ")
+    if command in COMMANDS_WITH_MODEL:
+        arguments += missing_keys_of_tiny(line)
+    keepsight.refuses(*WRONG[line], command, *arguments)
+    assert tree(here) == files
 
 
 ANSWERED = "data=answered out=o"
@@ -341,12 +370,14 @@ def test_keys_files_and_folders_are_checked_before_weights_are_read(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_data(here / "answered", load_target("tiny", device="cpu"), count=20)
-    before = tree(here)
+    files = tree(here)
     monkeypatch.setattr(from_recipe, "load_target", lambda *_, **__: pytest.fail("the weights are read"))
     for line, refusal in BEFORE_WEIGHTS.items():
-        tiny = [key for key in TINY if "stats" not in line and key.partition("=")[0] not in line]
-        keepsight.refuses(*refusal, *shlex.split(line), *tiny)
-    assert tree(here) == before
+        arguments = shlex.split(line)
+        if "stats" not in line:
+            arguments += missing_keys_of_tiny(line)
+        keepsight.refuses(*refusal, *arguments)
+    assert tree(here) == files
 
 
 TASKS = "'tasks=[jsonl]' jsonl.dir=rated"
@@ -383,34 +414,36 @@ def test_tasks_and_drafts_are_checked_before_weights_are_read(
 ) -> None:
     (here / "rated").mkdir()
     (here / "rated/rated.jsonl").write_text("{}\n")
-    entry = {"layout": "longbench", "prompt": "{context}{input}", "metric": "stars", "max_new_tokens": 4}
-    (here / "rated/tasks.json").write_text(json.dumps({"rated": entry}))
-    before = tree(here)
+    task = {"layout": "longbench", "prompt": "{context}{input}", "metric": "stars", "max_new_tokens": 4}
+    (here / "rated/tasks.json").write_text(json.dumps({"rated": task}))
+    files = tree(here)
     monkeypatch.setattr(targets, "_read", lambda *_: pytest.fail("weights are read"))
     monkeypatch.setattr(model_files, "hub_answers", lambda: False)
     keepsight.refuses(*WITH_CONFIGURATION[line], *shlex.split(line), *TINY)
-    assert tree(here) == before
+    assert tree(here) == files
 
 
-VALIDATORS = re.compile(
+WORDS_OF_VALIDATORS = re.compile(
     r"could not be converted|not Optional|validation|[Ii]nput should|List should|pydantic|of type '"
 )
 
 
-def test_odd_values_are_refused_in_our_own_words() -> None:
+def test_bad_values_are_refused_in_our_own_words() -> None:
     """No validator's own words reach a user, whatever is written for a key."""
     refusals = 0
     for key in keys_of(Eval):
         try:
             compose_config(Eval, [f"{key.name}=maybe"])
         except UserError as error:
-            assert not VALIDATORS.search(str(error)) and "\n" not in str(error)
+            message = str(error)
+            assert not WORDS_OF_VALIDATORS.search(message)
+            assert "\n" not in message
             refusals += 1
     assert refusals > 10
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "expected_type"),
     [
         ("eval samples=x", "a whole number"),
         ("eval lengths=[x]", "a list of whole numbers"),
@@ -421,13 +454,13 @@ def test_odd_values_are_refused_in_our_own_words() -> None:
         ("serve vllm=maybe", "true or false"),
     ],
 )
-def test_what_a_key_takes_is_said(keepsight: CommandLine, line: str, words: str) -> None:
-    *_, value = line.split()
-    key = value.partition("=")[0]
-    assert keepsight.refuses(key, "type", *line.split()).endswith(f"{value} must be {words}")
+def test_what_a_key_takes_is_said(keepsight: CommandLine, line: str, expected_type: str) -> None:
+    *_, argument = line.split()
+    message = keepsight.refuses(key_of(argument), "type", *line.split())
+    assert message.endswith(f"{argument} must be {expected_type}")
 
 
-def test_a_key_is_given_once() -> None:
+def test_a_key_is_set_once() -> None:
     with refused("limit", "conflict"):
         parse(Data, ["out=a", "limit=3", "limit=4"])
 
@@ -438,15 +471,22 @@ def test_no_text_steers_the_terminal(keepsight: CommandLine) -> None:
     assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: has nothing")
 
 
+TASKS_WITH_THE_SAME_SAMPLES = [
+    ("tasks=[niah_single]", "lengths=[512,512]"),
+    ("lengths=[512]", "tasks=[niah_single,niah_single]"),
+    ("lengths=[512]", "tasks=[niah,niah_multikey]"),
+]
+
+
 def test_samples_are_not_counted_twice(keepsight: CommandLine) -> None:
-    for twice in ("lengths=[512,512]", "tasks=[niah_single,niah_single]", "tasks=[niah,niah_multikey]"):
-        keys = [each for each in ("lengths=[512]", "tasks=[niah_single]") if each.partition("=")[0] not in twice]
-        keepsight.refuses("tasks", "conflict", "eval", *TINY, "methods=[snapkv]", *keys, "samples=1", twice, "out=out")
+    for keys in TASKS_WITH_THE_SAME_SAMPLES:
+        evaluation = ("eval", *TINY, "methods=[snapkv]", *keys, "samples=1", "out=out")
+        keepsight.refuses("tasks", "conflict", *evaluation)
 
 
-def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> None:
-    given = [each for each in DATA if "max_new_tokens" not in each]
-    keepsight.refuses("max_new_tokens", "range", "data", *TINY, *given, "max_new_tokens=4090")
+def test_prompts_longer_than_the_context_are_refused(keepsight: CommandLine, here: Path) -> None:
+    other_keys = [argument for argument in DATA if key_of(argument) != "max_new_tokens"]
+    keepsight.refuses("max_new_tokens", "range", "data", *TINY, *other_keys, "max_new_tokens=4090")
     assert not list((here / "data").glob("shard-*"))
     (here / "long.txt").write_text("word " * 5000)
     keepsight.refuses("prompt", "range", "inspect", *TINY, "method=snapkv", "prompt=@long.txt")
@@ -454,12 +494,11 @@ def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> 
     keepsight("data", *TINY, *DATA)  # a run that ends without a result leaves no settings to disagree with
 
 
-def test_an_adapter_of_another_model(keepsight: CommandLine, here: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(keepsight: CommandLine, here: Path) -> None:
     tiny_model(vocab_size=512, hidden_size=48, max_position_embeddings=4096).save_pretrained("tiny")
     tiny_tokenizer().save_pretrained("tiny")
-    keepsight.refuses(
-        "adapter", "model", "eval", *TINY, "adapter=adapter", *NEEDLES, "methods=[lookaheadkv]", "out=eval"
-    )
+    evaluation = ("eval", *TINY, "adapter=adapter", *NEEDLES, "methods=[lookaheadkv]", "out=eval")
+    keepsight.refuses("adapter", "model", *evaluation)
     assert not (here / "eval/report.html").exists()
 
 
@@ -467,12 +506,12 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
     (here / "adapter" / "notes.txt").write_text("mine")
     printed = keepsight("push", "adapter", "ada/x", "--dry-run")
     assert printed == keepsight("push", "folder=adapter", "repo=ada/x", "dry_run=true")
-    assert printed.startswith("to https://") and printed.endswith(
-        "\ndry run: nothing was uploaded; to upload it, leave out --dry-run\n"
-    )
+    assert printed.startswith("to https://")
+    assert printed.endswith("\ndry run: nothing was uploaded; to upload it, leave out --dry-run\n")
     for name in ("adapter_model.safetensors", "lookahead_config.json", "README.md"):
         size = (here / "adapter" / name).stat().st_size
-        assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
+        first_line = next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
+        assert f"{size:,} bytes" in first_line
     assert "  left out: adapter/notes.txt\n" in printed
 
 
@@ -481,15 +520,22 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
     config = configuration("eval", ["out=~/o", "adapter=~/a", "tasks=jsonl", "jsonl.dir=~/d", "reuse=~/r,~/s", *TINY])
     assert (config.out, config.adapter, config.jsonl.dir) == ("/home/a b/o", "/home/a b/a", "/home/a b/d")
     assert config.reuse == ["/home/a b/r", "/home/a b/s"]
+
     methods = "methods=[{name: kvzap, scorer: ~/s, budget: 9}]"
-    quoted = configuration("eval", ["out='~/o'", "reuse=['~/r', 'x~y']", methods])
-    assert (quoted.out, quoted.reuse) == ("/home/a b/o", ["/home/a b/r", "x~y"])
-    assert quoted.methods == [{"name": "kvzap", "scorer": "/home/a b/s", "budget": 9}]
+    config = configuration("eval", ["out='~/o'", "reuse=['~/r', 'x~y']", methods])
+    assert config.out == "/home/a b/o"
+    assert config.reuse == ["/home/a b/r", "x~y"]
+    assert config.methods == [{"name": "kvzap", "scorer": "/home/a b/s", "budget": 9}]
+
     assert configuration("compare", ["~/r", "~/s"]).runs == ["/home/a b/r", "/home/a b/s"]
-    served = configuration("serve", ["options={weights: ~/w.json}", "model.id=~/m"])
-    assert (served.options, served.model.id) == ({"weights": "/home/a b/w.json"}, "/home/a b/m")
-    texts = configuration("prefix", ["prompt=~/no path", "system=~/none", "out=~/o"])
-    assert (texts.prompt, texts.system, texts.out) == ("~/no path", "~/none", "/home/a b/o")
+
+    config = configuration("serve", ["options={weights: ~/w.json}", "model.id=~/m"])
+    assert config.options == {"weights": "/home/a b/w.json"}
+    assert config.model.id == "/home/a b/m"
+
+    config = configuration("prefix", ["prompt=~/no path", "system=~/none", "out=~/o"])
+    assert (config.prompt, config.system) == ("~/no path", "~/none")
+    assert config.out == "/home/a b/o"
 
 
 def test_commands_and_functions_write_to_the_home_folder(
@@ -507,11 +553,11 @@ def test_commands_and_functions_write_to_the_home_folder(
     )
     model = ("model.id=~/tiny", "model.device=cpu")
     keepsight("data", *model, "mixture=mixture.yaml", "limit=2", "max_new_tokens=2", "out=~/data")
-    keepsight(
-        "inspect", *model, "adapter=~/adapter", "prompt=@~/texts/a.txt", "budget=40", "max_new_tokens=2", "out=~/i.html"
-    )
+    assert (home / "data/manifest.json").is_file()
+    inspect = ("inspect", *model, "adapter=~/adapter", "budget=40", "max_new_tokens=2")
+    keepsight(*inspect, "prompt=@~/texts/a.txt", "out=~/i.html")
+    assert (home / "i.html").is_file()
     keepsight("push", "~/adapter", "ada/x", "--dry-run")
-    assert (home / "data/manifest.json").is_file() and (home / "i.html").is_file()
     assert load_target("~/tiny", device="cpu").name == str(home / "tiny")
     assert LookaheadKV.from_pretrained("~/adapter", 40).budget == 40
     assert not (here / "~").exists()
@@ -519,12 +565,14 @@ def test_commands_and_functions_write_to_the_home_folder(
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_shows_what_it_can(here: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, written = "\u9002\u914d\u5668", io.BytesIO()
-    (here / "adapter").rename(here / shown)
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
-    assert main(["push", shown, "ada/x", "--dry-run"]) == 0
+    name = "\u9002\u914d\u5668"
+    (here / "adapter").rename(here / name)
+    terminal = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(terminal, encoding))
+    assert main(["push", name, "ada/x", "--dry-run"]) == 0
     sys.stdout.flush()
-    assert (shown if encoding == "utf-8" else "???") in written.getvalue().decode(encoding)
+    shown_name = name if encoding == "utf-8" else "???"
+    assert shown_name in terminal.getvalue().decode(encoding)
 
 
 def adapter_of(base_model: str, base_version: str, folder: Path) -> None:
@@ -558,9 +606,9 @@ def test_an_adapter_of_a_folder_needs_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_first_word_is_a_recipe_or_a_model() -> None:
-    by_key = configuration("eval", ["out=a", "recipe=qwen3-8b"])
-    for words in (["qwen3-8b", "out=a"], ["out=a", "model=qwen3-8b"], ["Qwen/Qwen3-8B", "out=a"]):
-        assert configuration("eval", words) == by_key
+    expected = configuration("eval", ["out=a", "recipe=qwen3-8b"])
+    for arguments in (["qwen3-8b", "out=a"], ["out=a", "model=qwen3-8b"], ["Qwen/Qwen3-8B", "out=a"]):
+        assert configuration("eval", arguments) == expected
     assert configuration("fit", ["tiny", "out=a"]).model.id == "tiny"  # a folder here
     with refused("model.id", "conflict"):
         configuration("eval", ["tiny", "out=a", "model.id=other"])
