@@ -43,10 +43,10 @@ def slow_chain(head, model, ids, first, count):
     features = head.combine(torch.cat([taps[layer + 1] for layer in LAYERS], dim=-1))
     tokens = torch.cat([ids[:, 1:], first[None, None]], dim=1)
     drafted: list[int] = []
-    seen = {}
+    last_pass = {}
 
     def attend(query, key, value):
-        seen["last"] = query[0], key[0]
+        last_pass["queries and keys"] = query[0], key[0]
         return causal_attend(query, key, value)
 
     while len(drafted) < count:
@@ -56,22 +56,25 @@ def slow_chain(head, model, ids, first, count):
         drafted.append(int(guess))
         features = torch.cat([features, hidden[:, -1:]], dim=1)
         tokens = torch.cat([tokens, guess[None, None]], dim=1)
-    return drafted, seen["last"]
+    return drafted, last_pass["queries and keys"]
 
 
 class Oracle(EagleHead):
-    """Drafts the tokens of an answer after a prompt of 50 tokens, but for some places where it is wrong.
+    """Drafts the tokens of an answer, but for some positions where it is wrong.
 
     It knows where it is by the positions of its rows: row t guesses token t + 2.
 
     Args:
         answer: [T] int64.
-        wrong: Places of the answer where it guesses another token.
+        wrong: Positions in the answer where it guesses another token.
+        prompt: Tokens of the prompt.
     """
 
     def __init__(self, answer: torch.Tensor, wrong: set[int] | None = None, prompt: int = 50) -> None:
         super().__init__()
-        self.answer, self.wrong, self.prompt = answer.tolist(), wrong or set(), prompt
+        self.answer = answer.tolist()
+        self.wrong = wrong or set()
+        self.prompt = prompt
         self.unused = nn.Parameter(torch.zeros(1))
 
     def layers_of(self, model):
@@ -86,19 +89,20 @@ class Oracle(EagleHead):
     def forward(self, embeddings, features, positions, attend):
         rows = positions.shape[1]
         # The rows' positions pass through the attention as values: a cache that lost a row or kept one would show.
-        own = positions[:, None, :, None].float().expand(1, 1, rows, 2)
-        seen = attend(torch.zeros_like(own), torch.zeros_like(own), own)[:, :, 0, :1]
-        assert_close(seen[..., 0], positions.float() / 2)
+        values = positions[:, None, :, None].float().expand(1, 1, rows, 2)
+        means = attend(torch.zeros_like(values), torch.zeros_like(values), values)[:, :, 0, :1]
+        assert_close(means[..., 0], positions.float() / 2)
         return positions[..., None].float()
 
     def logits(self, hidden):
-        place = (hidden[..., 0].long() + 2 - self.prompt).tolist()
-        guesses = [[self._guess(each) for each in row] for row in place]
-        return nn.functional.one_hot(torch.tensor(guesses), 128).float()
+        guessed_positions = hidden[..., 0].long() + 2 - self.prompt
+        guesses = [self._guess(position) for position in guessed_positions.flatten().tolist()]
+        tokens = torch.tensor(guesses).view(guessed_positions.shape)
+        return nn.functional.one_hot(tokens, 128).float()
 
     def target_ids(self, draft_ids):
         return draft_ids
 
-    def _guess(self, place: int) -> int:
-        token = self.answer[place] if 0 <= place < len(self.answer) else 0
-        return (token + 1) % 128 if place in self.wrong else token
+    def _guess(self, position: int) -> int:
+        token = self.answer[position] if 0 <= position < len(self.answer) else 0
+        return (token + 1) % 128 if position in self.wrong else token

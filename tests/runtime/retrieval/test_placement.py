@@ -19,7 +19,9 @@ from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.refused import refused
 from tests.tiny import prompt_ids, tiny_model
 
-ROWS, PROMPT, BUDGET = 2, 30, 8
+ROWS = 2
+PROMPT = 30
+BUDGET = 8
 
 
 def device_bytes(layers: list[Any]) -> int:
@@ -28,19 +30,33 @@ def device_bytes(layers: list[Any]) -> int:
     The retrieval head's keys and the weights come on top of them.
     """
     on_cpu = elastic_layers(layers)
-    lists = {id(layer.slots): layer.slots.entries for layer in on_cpu}
-    tensors = [*lists.values(), *(layer.rows for layer in on_cpu)]
-    tensors += [each for layer in layers if not isinstance(layer, ElasticLayer) for each in (layer.keys, layer.values)]
-    return sum(each.untyped_storage().nbytes() for each in tensors)
+    slot_entries = {id(layer.slots): layer.slots.entries for layer in on_cpu}
+    tensors = [*slot_entries.values()]
+    for layer in layers:
+        if isinstance(layer, ElasticLayer):
+            tensors.append(layer.rows)
+        else:
+            tensors += [layer.keys, layer.values]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def _method(budget=BUDGET, **options):
-    return SpeContext(budget, tiny_retrieval_head("previous-step", max_position_embeddings=1024), **options)
+def specontext(budget=BUDGET, **options):
+    head = tiny_retrieval_head("previous-step", max_position_embeddings=1024)
+    return SpeContext(budget, head, **options)
 
 
-def _read_on(model, method, state, answer):
+def plan_of(state):
+    """The plan of memory that a state's layers move by."""
+    plan = retrieval_cache(state.cache).placement.plan
+    assert plan is not None
+    return plan
+
+
+def read_answer(model, method, state, answer):
     """The logits of an answer, and the states after each token."""
-    reader, logits, states = method.reader(model), [], []
+    reader = method.reader(model)
+    logits = []
+    states = []
     for token in answer.split(1, dim=1):
         state, step = read(reader, state, token)
         logits.append(step)
@@ -50,82 +66,99 @@ def _read_on(model, method, state, answer):
 
 def test_specontext_reads_the_same_wherever_its_layers_lie():
     """Offloaded from the start, in a batch of different lengths; a copy goes on by itself."""
-    model, answer = tiny_model(), prompt_ids(60, 60, seed=1)[0]
+    model = tiny_model()
+    answer = prompt_ids(60, 60, seed=1)[0]
     ids, mask = prompt_ids(40, 23)
-    expected, states = _read_on(model, _method(), _method().start(model, ids, mask), answer)
+    resident = specontext()
+    expected, resident_states = read_answer(model, resident, resident.start(model, ids, mask), answer)
     for count in (1, 3):
-        method = _method(offload=count)
+        method = specontext(offload=count)
         state = method.start(model, ids, mask)
-        _read_on(model, method, state.copy(), answer.flip(1))
-        logits, found = _read_on(model, method, state, answer)
+        read_answer(model, method, state.copy(), answer.flip(1))
+        logits, states = read_answer(model, method, state, answer)
         assert_close(logits, expected)
-        assert found[0].kv_bytes < states[0].kv_bytes
-        assert (found[-1].length, found[-1].counts().tolist()) == (100, states[-1].counts().tolist())
-        assert len(elastic_layers(found[-1].cache.layers)) == count
+        assert states[0].kv_bytes < resident_states[0].kv_bytes
+        assert states[-1].length == 100
+        assert states[-1].counts().tolist() == resident_states[-1].counts().tolist()
+        assert len(elastic_layers(states[-1].cache.layers)) == count
 
 
 def test_specontext_never_exceeds_its_limit():
-    model, steps = tiny_model(max_position_embeddings=1024), 190
-    ids, answer = prompt_ids(PROMPT, PROMPT)[0], prompt_ids(steps, steps, seed=1)[0]
-    unlimited = _method(memory_limit="1GB")
-    plan = retrieval_cache(unlimited.start(model, ids).cache).placement.plan
-    assert plan is not None
-    assert plan.head == sum(each.nbytes for each in unlimited.head.state_dict().values())
+    model = tiny_model(max_position_embeddings=1024)
+    steps = 190
+    ids = prompt_ids(PROMPT, PROMPT)[0]
+    answer = prompt_ids(steps, steps, seed=1)[0]
+    unlimited = specontext(memory_limit="1GB")
+    plan = plan_of(unlimited.start(model, ids))
+    assert plan.head == sum(tensor.nbytes for tensor in unlimited.head.state_dict().values())
     plan = replace(plan, limit=plan.memory(ROWS * 40, 0))
-    method = _method(memory_limit=plan.limit)
-    expected, _ = _read_on(model, unlimited, unlimited.start(model, ids), answer)
-    state, reader, logits, on_cpu = method.start(model, ids), method.reader(model), [], []
+    limited = specontext(memory_limit=plan.limit)
+    expected, _ = read_answer(model, unlimited, unlimited.start(model, ids), answer)
+
+    state = limited.start(model, ids)
+    reader = limited.reader(model)
+    logits = []
+    layers_on_cpu = []
     for length, token in enumerate(answer.split(1, dim=1), start=PROMPT + 1):
         state, step = read(reader, state, token)
         logits.append(step)
-        on_cpu.append(len(elastic_layers(state.cache.layers)))
-        keys = retrieval_cache(state.cache).selector.keys.untyped_storage().nbytes()
-        assert plan.weights_held + device_bytes(state.cache.layers) + keys <= plan.limit
-        assert on_cpu[-1] == plan.layers_on_cpu(ROWS * length)
-    assert sorted(set(on_cpu)) == [0, 1, 2, 3]
+        on_cpu = len(elastic_layers(state.cache.layers))
+        layers_on_cpu.append(on_cpu)
+        head_keys = retrieval_cache(state.cache).selector.keys.untyped_storage().nbytes()
+        assert plan.weights_held + device_bytes(state.cache.layers) + head_keys <= plan.limit
+        assert on_cpu == plan.layers_on_cpu(ROWS * length)
+    assert sorted(set(layers_on_cpu)) == [0, 1, 2, 3]
     assert_close(torch.cat(logits, dim=1), expected)
 
 
 def test_bad_limits_are_refused_before_anything_is_read():
     model = tiny_model()
-    plan = retrieval_cache(_method(memory_limit="1GB").start(model, prompt_ids(30)[0]).cache).placement.plan
-    assert plan is not None
+    plan = plan_of(specontext(memory_limit="1GB").start(model, prompt_ids(30)[0]))
     with refused("limit", "memory"):
-        _method(memory_limit=plan.weights_held + 9000).start(model, prompt_ids(240)[0])
+        specontext(memory_limit=plan.weights_held + 9000).start(model, prompt_ids(240)[0])
     with refused("limit", "memory"):
-        _method(memory_limit=1000).start(model, prompt_ids(30)[0])
+        specontext(memory_limit=1000).start(model, prompt_ids(30)[0])
     with refused("offload", "range"):
-        _method(offload=-1)
+        specontext(offload=-1)
     with refused("memory", "type"):
-        _method(memory_limit="24 gigs")
+        specontext(memory_limit="24 gigs")
 
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
     """Whichever layer it ends in; the layers on the CPU forget the token as the others do."""
-    model, method = tiny_model(), _method(offload=2)
-    ids, answer = prompt_ids(40, 23), prompt_ids(12, 12, seed=1)[0]
-    expected, _ = _read_on(model, method, method.start(model, *ids), answer)
-    state, reader = method.start(model, *ids), method.reader(model)
-    for token, wanted in zip(answer.split(1, dim=1), expected.split(1, dim=1), strict=True):
+    model = tiny_model()
+    method = specontext(offload=2)
+    reader = method.reader(model)
+    ids, mask = prompt_ids(40, 23)
+    answer = prompt_ids(12, 12, seed=1)[0]
+    uninterrupted, _ = read_answer(model, method, method.start(model, ids, mask), answer)
+    state = method.start(model, ids, mask)
+    for token, expected in zip(answer.split(1, dim=1), uninterrupted.split(1, dim=1), strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(model.model.layers[failing].mlp, "forward", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 read(reader, state, (token + 1) % 128)
         state, logits = read(reader, state, token)
-        assert_close(logits, wanted)
+        assert_close(logits, expected)
 
 
 def test_what_is_held_is_the_sum_of_its_parts():
     """10 tokens in 3 requests, 1 of 2 layers on the CPU."""
     plan = MemoryPlan(10**6, 1000, 100, 2, 3, 4, requests=3, budget=5, head_keys=7, item=4, room=2)
     entry = 2 * 3 * 4 * 4
-    resident, slots, indices = (10 + 3 * 2) * entry, 3 * (5 + 1) * entry, 8 * 3 * 3 * 5
-    assert plan.memory(10, 1) == 1430 + resident + slots + indices + (10 + 3 * 2) * 7
-    assert plan.memory(10, 0) == 1430 + 2 * resident + (10 + 3 * 2) * 7
-    assert replace(plan, groups=2).memory(10, 1) == plan.memory(10, 1)
-    assert replace(plan, groups=2).memory(10, 2) == plan.memory(10, 2) + indices, "a list of entries for each group"
-    assert replace(plan, growth=1 / 4).memory(10, 1) == plan.memory(10, 1) + math.ceil(10 * (entry + 7) / 4)
+    resident = (10 + 3 * 2) * entry
+    slots = 3 * (5 + 1) * entry
+    indices = 8 * 3 * 3 * 5
+    head_keys = (10 + 3 * 2) * 7
+    assert plan.memory(10, 1) == 1430 + resident + slots + indices + head_keys
+    assert plan.memory(10, 0) == 1430 + 2 * resident + head_keys
+
+    in_groups = replace(plan, groups=2)
+    assert in_groups.memory(10, 1) == plan.memory(10, 1)
+    assert in_groups.memory(10, 2) == plan.memory(10, 2) + indices, "a list of entries for each group"
+    growing = replace(plan, growth=1 / 4)
+    assert growing.memory(10, 1) == plan.memory(10, 1) + math.ceil(10 * (entry + 7) / 4)
 
 
 plans = st.builds(
