@@ -17,7 +17,7 @@ from keepsight.eval import sweep as sweep_module
 from keepsight.eval.answers import Sampling
 from keepsight.eval.record import ResultRow, RowStore
 from keepsight.eval.sweep import Refused, Variant, check_samples, run_samples
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -67,70 +67,101 @@ def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
 
 
 def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[ResultRow]:
-    return run_samples(target, [render(sample, target.tokenizer)], variants, batch_tokens)[0]
+    return run_samples(target, render_all(target, sample), variants, batch_tokens)[0]
 
 
-def alone(method: Any) -> Any:
-    """The method as it is used outside a sweep; an oracle answers as long as the sample allows."""
-    own = isinstance(method, Oracle)
-    return replace(method, observer=DraftObserver(OwnAnswer(SAMPLE.max_new_tokens))) if own else method
+def render_all(target: Target, *samples: Sample) -> list[RenderedSample]:
+    return [render(sample, target.tokenizer) for sample in samples]
+
+
+def outside_a_sweep(method: Any) -> Any:
+    """The method as it is used alone; an oracle answers as long as the sample allows."""
+    if isinstance(method, Oracle):
+        return replace(method, observer=DraftObserver(OwnAnswer(SAMPLE.max_new_tokens)))
+    return method
+
+
+def generated(target: Target, method: Any) -> Tensor:
+    """[1, T], the method's answer to `SAMPLE` by `generate`."""
+    return generate(
+        target.model,
+        ids_of(target),
+        outside_a_sweep(method),
+        max_new_tokens=SAMPLE.max_new_tokens,
+        do_sample=False,
+    )
 
 
 def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[ResultRow]) -> None:
-    assert [row.method for row in rows].count("full") == 1
-    full, tokens = rows[0], ids_of(target).shape[1]
-    assert (full.method, full.budget, full.agreement) == ("full", None, 1.0)
+    methods = [row.method for row in rows]
+    assert methods.count("full") == 1
+    full = rows[0]
+    assert full.method == "full"
+    assert full.budget is None
+    assert full.agreement == 1.0
     assert abs(full.excess_nll) < 1e-4
-    assert full.kept == full.prompt_tokens == tokens
-    assert full.references == ["fox"] and (full.task, full.length, full.sample) == ("test", 256, "one")
+    assert full.kept == full.prompt_tokens == ids_of(target).shape[1]
+    assert full.references == ["fox"]
+    assert full.key == ("test", 256, "one")
 
 
 def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[ResultRow]) -> None:
-    full, whole = rows[0], rows[-1]
-    assert (whole.method, whole.budget) == ("lookaheadkv", 100_000)
-    assert abs(whole.excess_nll) < 1e-4
-    same = replace(whole, excess_nll=full.excess_nll, method="full", budget=None)
-    assert without_clocks([same]) == without_clocks([full])
+    full, unevicted = rows[0], rows[-1]
+    assert (unevicted.method, unevicted.budget) == ("lookaheadkv", 100_000)
+    assert abs(unevicted.excess_nll) < 1e-4
+    renamed = replace(unevicted, excess_nll=full.excess_nll, method="full", budget=None)
+    assert without_clocks([renamed]) == without_clocks([full])
 
 
 def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[ResultRow]) -> None:
-    ids = ids_of(target)
-    options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
-    for row, method in zip(rows, [FullCache(), *(variant.method for variant in variants)], strict=True):
-        answer = generate(target.model, ids, alone(method), **options)
+    methods = [FullCache(), *(variant.method for variant in variants)]
+    for row, method in zip(rows, methods, strict=True):
+        answer = generated(target, method)
         assert row.answer == target.tokenizer.decode(answer[0], skip_special_tokens=True)
-    assert len({row.answer for row in rows}) > 4
+    answers = {row.answer for row in rows}
+    assert len(answers) > 4
 
 
 def test_scores_equal_those_of_each_cache_alone(target: Target, variants: list[Variant], rows: list[ResultRow]) -> None:
     prefilled = prefill(target.model, ids_of(target))
-    options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
-    answer = generate(target.model, ids_of(target), FullCache(), **options)
-    base, _ = score_answer(target.model, FullCache().compress_state(target.model, prefilled), answer)
+    answer = generated(target, FullCache())
+    full_state = FullCache().compress_state(target.model, prefilled)
+    full_nll, _ = score_answer(target.model, full_state, answer)
     for row, variant in zip(rows[1:], variants, strict=True):
-        kept = alone(variant.method).compress_state(target.model, prefilled)
-        assert (row.kept, row.kv_bytes) == (kept.length, cache_bytes(kept.cache))
-        nll, hits = score_answer(target.model, kept, answer)
-        assert row.excess_nll == pytest.approx((nll - base).mean().item(), abs=1e-4)
-        assert row.agreement == pytest.approx(hits.float().mean().item())
-    assert min(row.agreement for row in rows) < 1 and max(row.excess_nll for row in rows) > 0.01
+        state = outside_a_sweep(variant.method).compress_state(target.model, prefilled)
+        assert row.kept == state.length
+        assert row.kv_bytes == cache_bytes(state.cache)
+        nll, hits = score_answer(target.model, state, answer)
+        excess_nll = (nll - full_nll).mean().item()
+        agreement = hits.float().mean().item()
+        assert row.excess_nll == pytest.approx(excess_nll, abs=1e-4)
+        assert row.agreement == pytest.approx(agreement)
+    assert min(row.agreement for row in rows) < 1
+    assert max(row.excess_nll for row in rows) > 0.01
 
 
 @pytest.mark.parametrize("ending", [False, True])
 def test_answers_of_one_token(target: Target, variants: list[Variant], ending: bool) -> None:
     """As short as allowed, or because the full cache's first token ends its answer."""
-    first = int(prefill(target.model, ids_of(target)).logits.argmax())
-    config: Any = target.model.generation_config
-    before, short = config.eos_token_id, SAMPLE if ending else replace(SAMPLE, max_new_tokens=1)
+    first_token = int(prefill(target.model, ids_of(target)).logits.argmax())
     evicting = [*variants, Variant("h2o every=4", H2O(48, every=4)), Variant("adakv", AdaKV(48))]
-    config.eos_token_id = [first, *before] if ending else before
+    config: Any = target.model.generation_config
+    end_tokens = config.eos_token_id
+    if ending:
+        sample = SAMPLE
+        config.eos_token_id = [first_token, *end_tokens]
+    else:
+        sample = replace(SAMPLE, max_new_tokens=1)
     try:
-        rows = run(target, short, evicting)
+        rows = run(target, sample, evicting)
     finally:
-        config.eos_token_id = before
-    expected = target.tokenizer.decode([first], skip_special_tokens=True)
-    # No eviction changes the first token: it comes from the prefill.
-    assert [(row.answer, row.agreement, row.excess_nll) for row in rows] == [(expected, 1.0, 0.0)] * 11
+        config.eos_token_id = end_tokens
+    assert len(rows) == 11
+    expected = target.tokenizer.decode([first_token], skip_special_tokens=True)
+    for row in rows:  # no eviction changes the first token: it comes from the prefill
+        assert row.answer == expected
+        assert row.agreement == 1.0
+        assert row.excess_nll == 0.0
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 400])
@@ -144,22 +175,25 @@ def test_the_size_of_batches_changes_nothing(
 def test_batches_stay_within_their_tokens(
     target: Target, variants: list[Variant], batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, join = list[list[int]](), answers_module.join
+    batches: list[list[int]] = []
+    join = answers_module.join
 
-    def noted(states: list[State]) -> Any:
+    def recorded_join(states: list[State]) -> Any:
         batches.append([state.length for state in states])
         return join(states)
 
-    monkeypatch.setattr(answers_module, "join", noted)
+    monkeypatch.setattr(answers_module, "join", recorded_join)
     run(target, SAMPLE, variants, batch_tokens)
     assert batches
-    assert all(len(sizes) == 1 or max(sizes) * len(sizes) <= batch_tokens for sizes in batches)
-    assert all(len(sizes) == 1 for sizes in batches) == (batch_tokens == 1)
+    shared_batches = [lengths for lengths in batches if len(lengths) > 1]
+    for lengths in shared_batches:
+        assert max(lengths) * len(lengths) <= batch_tokens
+    assert bool(shared_batches) == (batch_tokens > 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Counting(Observer):
-    """Random scores; keeps count of its calls."""
+    """Random scores; keeps the length of the state in each of its calls."""
 
     calls: list[int] = field(default_factory=list)
 
@@ -170,18 +204,24 @@ class Counting(Observer):
 
 
 def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefills, one, two = [], Counting(), Counting()
+    prefills: list[int] = []
 
-    def noted(model: PreTrainedModel, ids: Tensor, needs: Needs, images: None) -> State:
+    def recorded_prefill(model: PreTrainedModel, ids: Tensor, needs: Needs, images: None) -> State:
         prefills.append(ids.shape[1])
         return prefill(model, ids, needs=needs, images=images)
 
-    monkeypatch.setattr(sweep_module, "prefill", noted)
-    budgets = (8, 16, 0.5, 9999)
-    mixed = [Variant(str(id(each)), Evict(budget, each)) for budget in budgets for each in (one, two)]
+    monkeypatch.setattr(sweep_module, "prefill", recorded_prefill)
+    observers = {"one": Counting(), "two": Counting()}
+    mixed: list[Variant] = []
+    for budget in (8, 16, 0.5, 9999):
+        for name, observer in observers.items():
+            mixed.append(Variant(name, Evict(budget, observer)))
     for sample in (SAMPLE, OTHER):
         run(target, sample, mixed)
-    assert prefills == one.calls == two.calls == [ids_of(target, sample).shape[1] for sample in (SAMPLE, OTHER)]
+    prompt_lengths = [ids_of(target, sample).shape[1] for sample in (SAMPLE, OTHER)]
+    assert prefills == prompt_lengths
+    assert observers["one"].calls == prompt_lengths
+    assert observers["two"].calls == prompt_lengths
 
 
 @dataclass(frozen=True)
@@ -198,35 +238,36 @@ class Plugin(Observer):
 
 def test_a_method_that_is_refused_leaves_the_rows_of_the_others(target: Target, variants: list[Variant]) -> None:
     """It is left out from then on; scores that are whole numbers are as good as any."""
-    odd = {"nan": math.nan, "refusing": None, "whole": 3}
-    mixed = [variants[2], *(Variant(name, Evict(8, Plugin(value))) for name, value in odd.items())]
-    samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
-    refused = Refused()
-    made = swept(target, samples, mixed, refused=refused)
-    assert [[row.method for row in rows] for rows in made] == [["full", "snapkv", "whole"]] * 2
-    assert {name: str(error) for (name, _), error in refused.items()} == {
-        "nan": "Plugin returned scores that are NaN",
-        "refusing": "not this prompt",
-    }
-    for sample, rows in zip((SAMPLE, OTHER), made, strict=True):
-        alone = run(target, sample, [mixed[0], mixed[3]])
-        unnamed = [replace(row, sample_digest=None, inputs_digest=None) for row in rows]
-        assert without_clocks(unnamed) == comparable(alone)
-    for name in ("nan", "refusing"):
+    snapkv = variants[2]
+    nan = Variant("nan", Evict(8, Plugin(math.nan)))
+    refusing = Variant("refusing", Evict(8, Plugin(None)))
+    whole_numbers = Variant("whole", Evict(8, Plugin(3)))
+    samples = render_all(target, SAMPLE, OTHER)
+    refusals = Refused()
+    swept_rows = swept(target, samples, [snapkv, nan, refusing, whole_numbers], refused=refusals)
+    reasons = {name: str(error) for (name, _), error in refusals.items()}
+    assert reasons == {"nan": "Plugin returned scores that are NaN", "refusing": "not this prompt"}
+    for sample, rows in zip((SAMPLE, OTHER), swept_rows, strict=True):
+        assert [row.method for row in rows] == ["full", "snapkv", "whole"]
+        accepted_alone = run(target, sample, [snapkv, whole_numbers])
+        without_digests = [replace(row, sample_digest=None, inputs_digest=None) for row in rows]
+        assert without_clocks(without_digests) == comparable(accepted_alone)
+    for variant in (nan, refusing):
         with pytest.raises(UserError, match=r"NaN|not this"):
-            swept(target, samples, [each for each in mixed if each.name == name], refused=Refused())
+            swept(target, samples, [variant], refused=Refused())
 
 
 def test_samples_are_checked_before_the_first_runs(target: Target, variants: list[Variant]) -> None:
-    samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
+    samples = render_all(target, SAMPLE, OTHER)
     check_samples(target, samples, variants)
     with refused("prompt", "range"):
         render(replace(SAMPLE, spans=("lazy dog", "lazy cat")), target.tokenizer)
+    too_wide = Variant("truncation", Truncation(1000, window=999))
     with refused("prompt", "range"):
-        check_samples(target, samples, [Variant("truncation", Truncation(1000, window=999))])
+        check_samples(target, samples, [too_wide])
     refusals = Refused()
-    check_samples(target, samples, [*variants, Variant("truncation", Truncation(1000, window=999))], refusals)
-    assert [*refusals] == [("truncation", 1000)]
+    check_samples(target, samples, [*variants, too_wide], refusals)
+    assert list(refusals) == [("truncation", 1000)]
 
     longest = 4096 - ids_of(target).shape[1]
     with refused("lengths", "range"):
@@ -235,42 +276,52 @@ def test_samples_are_checked_before_the_first_runs(target: Target, variants: lis
 
 def test_what_is_done_is_passed_over(target: Target, variants: list[Variant], tmp_path: Path) -> None:
     store = RowStore(tmp_path)
-    samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
-    (made,) = swept(target, samples[:1], variants[:3])
-    for key in (("test", 999, "two"), ("other", 128, "two")):
-        task, length, sample = key
-        store.add([replace(row, task=task, length=length, sample=sample) for row in made])
-    store.add(made)
-    (again,) = swept(target, samples, variants[:3], store=store)
-    assert [(row.sample, row.method) for row in again] == [("two", row.method) for row in made]
+    samples = render_all(target, SAMPLE, OTHER)
+    (first_rows,) = swept(target, samples[:1], variants[:3])
+    for task, length in (("test", 999), ("other", 128)):
+        store.add([replace(row, task=task, length=length, sample="two") for row in first_rows])
+    store.add(first_rows)
+    (second_rows,) = swept(target, samples, variants[:3], store=store)
+    assert {row.sample for row in second_rows} == {"two"}
+    assert [row.method for row in second_rows] == [row.method for row in first_rows]
     assert not swept(target, samples[:1], variants[:3], store=store)
     assert not swept(target, samples[:1], variants[:3], store=RowStore(tmp_path))
 
 
 def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Variant]) -> None:
     """There the number of tokens that a pass reads can decide between two that are about equally likely."""
-    half = replace(target, model=copy.deepcopy(target.model).bfloat16())
-    cut = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
-    samples = [render(sample, target.tokenizer) for sample in cut]
-    together = swept(half, samples, variants[:3])
-    alone = [rows for sample in samples for rows in swept(half, [sample], variants[:3])]
-    assert list(map(without_clocks, together)) == list(map(without_clocks, alone))
+    bfloat16_target = replace(target, model=copy.deepcopy(target.model).bfloat16())
+    excerpts = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
+    samples = render_all(target, *excerpts)
+    together = swept(bfloat16_target, samples, variants[:3])
+    for sample, rows in zip(samples, together, strict=True):
+        (alone,) = swept(bfloat16_target, [sample], variants[:3])
+        assert without_clocks(rows) == without_clocks(alone)
 
 
 def test_answers_may_be_sampled(target: Target) -> None:
     """By the seed and the prompt: a method that keeps all answers as the full cache does, and has no excess."""
-    every = SnapKV(10_000, window=8, every=4)  # answers alone
-    variants = [Variant("whole", SnapKV(10_000)), Variant("snapkv", SnapKV(40)), Variant("every", every)]
-    rendered = [render(SAMPLE, target.tokenizer)]
+    variants = [
+        Variant("unevicted", SnapKV(10_000)),
+        Variant("snapkv", SnapKV(40)),
+        Variant("periodic", SnapKV(10_000, window=8, every=4)),  # answers in a batch of its own
+    ]
+    rendered = render_all(target, SAMPLE)
 
-    def made(seed: int) -> list[ResultRow]:
+    def sampled(seed: int) -> list[ResultRow]:
         return run_samples(target, rendered, variants, MANY, sampling=Sampling(1.5, 0.95, seed))[0]
 
-    full, whole, evicted, alone = made(0)
-    greedy = run(target, SAMPLE, variants)
-    assert full.answer != greedy[0].answer and full.agreement < 1 == greedy[0].agreement
-    assert whole.excess_nll == pytest.approx(0, abs=1e-5) and whole.agreement == full.agreement
-    assert whole.answer == alone.answer == full.answer and whole.first_difference is None
-    assert evicted.answer not in (full.answer, greedy[2].answer)
-    assert [each.answer for each in made(0)] == [each.answer for each in (full, whole, evicted, alone)]
-    assert made(1)[0].answer != full.answer
+    rows = sampled(0)
+    full, unevicted, evicted, periodic = rows
+    greedy_full, _, greedy_evicted, _ = run(target, SAMPLE, variants)
+    assert greedy_full.agreement == 1
+    assert full.agreement < 1
+    assert full.answer != greedy_full.answer
+    assert unevicted.excess_nll == pytest.approx(0, abs=1e-5)
+    assert unevicted.agreement == full.agreement
+    assert unevicted.first_difference is None
+    assert unevicted.answer == full.answer
+    assert periodic.answer == full.answer
+    assert evicted.answer not in (full.answer, greedy_evicted.answer)
+    assert [row.answer for row in sampled(0)] == [row.answer for row in rows]
+    assert sampled(1)[0].answer != full.answer
