@@ -16,6 +16,7 @@ from keepsight.runtime.drafting.speckv import SparsePrefill
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, stop_after
 from keepsight.runtime.importance import NO_POOL, Reduce
+from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.methods import (
     H2O,
     LAQ,
@@ -71,18 +72,26 @@ def shared(model: PreTrainedModel) -> SharedPrompt:
     return SharedPrompt(model, state, DraftIds(answer), 1.5)
 
 
+def real_of(entries: LayerEntries) -> Tensor:
+    """[B, K, C] bool, which entries are no padding."""
+    if entries.real is None:
+        return torch.ones(entries.keys.shape[:3], dtype=torch.bool)
+    return entries.real
+
+
 def assert_same(state: State, expected: State) -> None:
-    for layer, other in zip(state.entries(), expected.entries(), strict=True):
-        real = layer.keys.new_ones(layer.keys.shape[:3], dtype=torch.bool) if layer.real is None else layer.real
-        also = other.keys.new_ones(other.keys.shape[:3], dtype=torch.bool) if other.real is None else other.real
-        assert_close(layer.keys[real], other.keys[also])
-        assert_close(layer.values[real], other.values[also])
+    for entries, expected_entries in zip(state.entries(), expected.entries(), strict=True):
+        real = real_of(entries)
+        expected_real = real_of(expected_entries)
+        assert_close(entries.keys[real], expected_entries.keys[expected_real])
+        assert_close(entries.values[real], expected_entries.values[expected_real])
     assert torch.equal(state.counts(), expected.counts())
     assert torch.equal(state.lengths, expected.lengths)
     assert_close(state.logits, expected.logits)
 
 
 def alone(shared: SharedPrompt, method: Method) -> State:
+    """The state of a method that shares nothing."""
     return method.start(shared.model, prompt_ids(TOKENS)[0])
 
 
@@ -92,29 +101,34 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
     expected = alone(shared, method)
     assert_same(compressed.state, expected)
     if method.periodic_eviction(shared.model) is not None:  # goes on observing while it decodes
-        queries = [[each.shape for each in recorded(state, "queries")] for state in (compressed.state, expected)]
-        assert queries[0] == queries[1]
+        queries = recorded(compressed.state, "queries")
+        expected_queries = recorded(expected, "queries")
+        assert [layer.shape for layer in queries] == [layer.shape for layer in expected_queries]
     assert compressed.state.kv_bytes == expected.kv_bytes
 
 
 def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
     for method in (Oracle(16), Oracle(24, allocate=Adaptive(), window=4)):
-        given = replace(method, observer=DraftObserver(FixedDraft(shared.continuation)))
-        assert_same(shared.compress(method).state, alone(shared, given))
+        with_continuation = replace(method, observer=DraftObserver(FixedDraft(shared.continuation)))
+        assert_same(shared.compress(method).state, alone(shared, with_continuation))
     short = Oracle(16, DraftObserver(OwnAnswer(2)))
     assert_same(shared.compress(short).state, alone(shared, short))
 
 
 def test_seconds_are_split(shared: SharedPrompt) -> None:
+    """Nothing is drafted or observed where the prompt is read sparsely, or the budget is above its length."""
     for method in METHODS:
         seconds = shared.compress(method).seconds
-        drafts = isinstance(method, SpecPC | Truncation | SpecKV | DapQ) and getattr(method, "budget", 0) != 300
-        sparse = isinstance(method, Evict) and not method.shares_prefill(TOKENS)
-        assert (seconds.draft > 0) == (drafts and not sparse), method
-        evicts = isinstance(method, Evict) and method.budget != 200 and not sparse
-        assert (seconds.observe > 0) == evicts
-        shares = (isinstance(method, CacheMethod) and not sparse) or getattr(method, "budget", 0) == 300
-        assert (seconds.prefill == 1.5) == (seconds.select > 0) == shares
+        budget = getattr(method, "budget", 0)
+        is_sparse = isinstance(method, Evict) and not method.shares_prefill(TOKENS)
+        has_drafter = isinstance(method, SpecPC | Truncation | SpecKV | DapQ)
+        drafts = has_drafter and budget != 300 and not is_sparse
+        observes = isinstance(method, Evict) and budget != 200 and not is_sparse
+        shares_prefill = (isinstance(method, CacheMethod) and not is_sparse) or budget == 300
+        assert (seconds.draft > 0) == drafts, method
+        assert (seconds.observe > 0) == observes, method
+        assert (seconds.prefill == 1.5) == shares_prefill, method
+        assert (seconds.select > 0) == shares_prefill, method
 
 
 @dataclass(frozen=True)
@@ -130,22 +144,27 @@ class CountingDrafter(Drafter):
 
 
 def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, look = [], DraftObserver.__call__
+    passes: list[str] = []
+    observe_draft = DraftObserver.__call__
 
-    def noted(self: DraftObserver, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+    def recorded_observation(self: DraftObserver, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         passes.append(reduce.queries)
-        return look(self, model, state, reduce)
+        return observe_draft(self, model, state, reduce)
 
-    monkeypatch.setattr(DraftObserver, "__call__", noted)
+    monkeypatch.setattr(DraftObserver, "__call__", recorded_observation)
     fresh = SharedPrompt(shared.model, shared.state, shared.continuation, 0.0)
     drafter = CountingDrafter()
-    first = Evict(16, DraftObserver(drafter))
-    for method in (first, replace(first, budget=40), replace(first, pool=NO_POOL), replace(first, window=4)):
-        fresh.compress(method)
-    assert (drafter.calls, passes) == ([TOKENS], ["mean"])
-    fresh.compress(replace(first, reduce=Reduce("max", "max")))
-    fresh.compress(replace(first, observer=DraftObserver(drafter, window=4)))
-    assert (drafter.calls, passes) == ([TOKENS], ["mean", "max", "mean"])
+    method = Evict(16, DraftObserver(drafter))
+    fresh.compress(method)
+    fresh.compress(replace(method, budget=40))
+    fresh.compress(replace(method, pool=NO_POOL))
+    fresh.compress(replace(method, window=4))
+    assert drafter.calls == [TOKENS]
+    assert passes == ["mean"]
+    fresh.compress(replace(method, reduce=Reduce("max", "max")))
+    fresh.compress(replace(method, observer=DraftObserver(drafter, window=4)))
+    assert drafter.calls == [TOKENS]
+    assert passes == ["mean", "max", "mean"]
     fresh.ranks()
     fresh.compress(Oracle(16))
     assert passes == ["mean", "max", "mean", "mean"]
@@ -155,34 +174,43 @@ def slow_recall(shared: SharedPrompt, compressed: Compressed) -> float:
     """By sorting what the answer attends to, head by head; what is kept is found by comparing keys."""
     embeddings = shared.model.get_input_embeddings()(shared.continuation.ids)
     observed = observe(shared.model, shared.state.cache, None, embeddings, observer_mask=shared.continuation.mask)
-    held = compressed.state.counts()
-    average, found, wanted = round(held.float().mean().item()), 0, 0
-    for layer, (importance, whole, kept) in enumerate(
+    counts = compressed.state.counts()
+    average = round(counts.float().mean().item())
+    recalled = 0
+    wanted = 0
+    for layer, (importance, full, kept) in enumerate(
         zip(observed, shared.state.entries(), compressed.state.entries(), strict=True)
     ):
         for head in range(2):
             mean = (importance[0, 2 * head] + importance[0, 2 * head + 1]) / 2
-            best = sorted(range(TOKENS), key=lambda entry: -mean[entry].item())[:average]
-            count = int(held[layer, 0, head])
-            ours = {tuple(key) for key in kept.keys[0, head, kept.keys.shape[2] - count :].tolist()}
-            found += sum(tuple(whole.keys[0, head, entry].tolist()) in ours for entry in best)
+            most_attended = mean.argsort(descending=True, stable=True)[:average]
+            padding = kept.keys.shape[2] - int(counts[layer, 0, head])
+            kept_keys = {tuple(key) for key in kept.keys[0, head, padding:].tolist()}
+            for key in full.keys[0, head, most_attended].tolist():
+                recalled += tuple(key) in kept_keys
             wanted += average
-    return found / wanted
+    return recalled / wanted
+
+
+def recall_of(shared: SharedPrompt, method: Method) -> float | None:
+    return recall(shared.compress(method).kept, shared.ranks())
 
 
 @pytest.mark.parametrize("method", [AdaKV(24, window=4), PyramidKV(24, window=4), StreamingLLM(8)])
 def test_recall_is_the_share_of_what_the_answer_attends_to(shared: SharedPrompt, method: Method) -> None:
     compressed = shared.compress(method)
-    found = recall(compressed.kept, shared.ranks())
-    assert found == pytest.approx(slow_recall(shared, compressed))
-    assert found is not None and 0 < found < 1
+    measured = recall(compressed.kept, shared.ranks())
+    assert measured == pytest.approx(slow_recall(shared, compressed))
+    assert measured is not None
+    assert 0 < measured < 1
 
 
 def test_the_oracle_recalls_everything(shared: SharedPrompt) -> None:
     for budget in (1, 16, 0.5, 149, 150, 9999):
-        assert recall(shared.compress(Oracle(budget, pool=NO_POOL)).kept, shared.ranks()) == 1.0
-    pooled = recall(shared.compress(Oracle(16)).kept, shared.ranks())
-    assert pooled is not None and 0.2 < pooled < 1
+        assert recall_of(shared, Oracle(budget, pool=NO_POOL)) == 1.0
+    pooled = recall_of(shared, Oracle(16))
+    assert pooled is not None
+    assert 0.2 < pooled < 1
 
 
 def test_recall_of_shorter_prompts_is_that_of_their_tokens(shared: SharedPrompt) -> None:
@@ -191,18 +219,21 @@ def test_recall_of_shorter_prompts_is_that_of_their_tokens(shared: SharedPrompt)
     kept = torch.zeros(TOKENS, dtype=torch.bool)
     kept[:15] = kept[-15:] = True
     assert torch.equal(compressed.kept, kept.expand(3, 2, -1))
-    assert 0 < (recall(compressed.kept, shared.ranks()) or 0) < 1
-    assert recall(shared.compress(Truncation(150)).kept, shared.ranks()) == 1.0
+    truncated = recall(compressed.kept, shared.ranks())
+    assert truncated is not None
+    assert 0 < truncated < 1
+    assert recall_of(shared, Truncation(150)) == 1.0
     cascade = SpecKVPC(40, draft=DRAFT, prompt_budget=60, prompt_window=8, kernel=4)
-    assert recall(shared.compress(cascade).kept, shared.ranks()) is None
+    assert recall_of(shared, cascade) is None
 
 
 def test_attention_mass() -> None:
-    attention, kept = torch.tensor([[[1.0, 3.0, 4.0, 0.0]]]), torch.tensor([[[True, False, True, False]]])
+    attention = torch.tensor([[[1.0, 3.0, 4.0, 0.0]]])
+    kept = torch.tensor([[[True, False, True, False]]])
     assert attention_mass(kept, attention) == 5 / 8
     assert attention_mass(None, attention) is None
-    for bad in (0.0, float("nan"), float("inf")):  # no row of results may hold these
-        assert attention_mass(kept, attention * bad) is None
+    for factor in (0.0, float("nan"), float("inf")):  # no row of results may hold what comes of these
+        assert attention_mass(kept, attention * factor) is None
 
 
 def test_ranks_put_ties_in_their_order() -> None:

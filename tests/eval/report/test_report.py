@@ -32,8 +32,9 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[ResultRow], tmp_p
     write_page([Run(tmp_path / "out", rows, settings)], tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    drawn = sum(len(plot.panels) for plot in report.plots_of(rows, summarize(rows)))
-    assert len(re.findall(r'<figure class="panel[^>]*>\s*<figcaption>[^<]*</figcaption><svg', page)) == drawn == 11
+    panels_on_page = re.findall(r'<figure class="panel[^>]*>\s*<figcaption>[^<]*</figcaption><svg', page)
+    assert len(panels_on_page) == 11
+    assert sum(len(plot.panels) for plot in report.plots_of(rows, summarize(rows))) == 11
     assert not re.search(r"""(?:src|href)=["'](?!#)""", page)
     assert page.count("<script") == page.count("</script") == 1
     for text in (
@@ -62,28 +63,37 @@ def test_report_escapes_what_the_model_wrote(rows: list[ResultRow], tmp_path: Pa
 
 
 def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None:
-    write_page([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path)
+    rows = [row("full", None, 1.0), row("snapkv", 64, 0.0)]
+    write_page([Run(tmp_path, rows, {})], tmp_path)
     page = " ".join((tmp_path / "report.html").read_text("utf-8").split())
-    assert "niah_single, 512 tokens, " in page and "<dt>prompt</dt><dd>500 tokens</dd>" in page
+    assert "niah_single, 512 tokens, " in page
+    assert "<dt>prompt</dt><dd>500 tokens</dd>" in page
     assert "<dt>prompts</dt><dd>500 to 500 tokens</dd>" in page
 
 
 def test_a_head_that_no_method_read_is_not_named(tmp_path: Path) -> None:
-    named = {"adapter": "shipped:module", "retrieval": "shipped:head", "retrieval_digest": None}
-    used = named | {"adapter_digest": "sha256:0123456789abcdef"}
-    write_page([Run(tmp_path, [row("full", None, 1.0)], each) for each in (used, named)], tmp_path)
-    head = (tmp_path / "report.html").read_text(encoding="utf-8").partition("</header>")[0]
-    assert head.count("shipped:module") == 3 and head.count("shipped:module (0123456789ab)") == 1  # title twice
-    assert "retrieval head" not in head
+    without_digest = {"adapter": "shipped:module", "retrieval": "shipped:head", "retrieval_digest": None}
+    with_digest = without_digest | {"adapter_digest": "sha256:0123456789abcdef"}
+    rows = [row("full", None, 1.0)]
+    write_page([Run(tmp_path, rows, with_digest), Run(tmp_path, rows, without_digest)], tmp_path)
+    header, _, _ = (tmp_path / "report.html").read_text(encoding="utf-8").partition("</header>")
+    assert header.count("shipped:module") == 3  # twice in titles
+    assert header.count("shipped:module (0123456789ab)") == 1
+    assert "retrieval head" not in header
 
 
 def test_tables_on_the_page_have_intervals(rows: list[ResultRow], tmp_path: Path) -> None:
     write_page([Run(tmp_path, rows, {})], tmp_path)
     page = (tmp_path / "report.html").read_text("utf-8")
     for table in report.tables_of(rows, summarize(rows))[:3]:
-        shown = page.partition(f'id="table-{table.name}"')[2].partition("</table>")[0]
-        ends = [interval_text(line, column) for line in table.rows for column in table.columns]
-        assert any(ends) and re.findall("<small>([^<]+)</small>", shown) == [each for each in ends if each]
+        expected: list[str] = []
+        for line in table.rows:
+            intervals = [interval_text(line, column) for column in table.columns]
+            expected += [interval for interval in intervals if interval]
+        assert expected
+        _, _, from_table = page.partition(f'id="table-{table.name}"')
+        table_on_page, _, _ = from_table.partition("</table>")
+        assert re.findall("<small>([^<]+)</small>", table_on_page) == expected
 
 
 def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[ResultRow]) -> None:
@@ -119,15 +129,17 @@ def decode(counts: str, layers: int, length: int) -> NDArray[np.uint8]:
 
 def page_data(page: str) -> dict[str, Any]:
     """The page's data as a browser reads it: an element ends at the first `</script`."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script', page, re.DOTALL)
-    assert found
-    return json.loads(found.group(1))
+    element = re.search(r'<script type="application/json" id="data">(.*?)</script', page, re.DOTALL)
+    assert element
+    return json.loads(element[1])
 
 
 @pytest.fixture
 def kept() -> dict[str, NDArray[np.bool_]]:
+    """By method, [layers, heads, tokens]."""
     generator = np.random.default_rng(0)
-    return {name: generator.random((5, 3, len(TOKENS))) < 0.4 for name in ("lookaheadkv", "snapkv", "streamingllm")}
+    methods = ("lookaheadkv", "snapkv", "streamingllm")
+    return {method: generator.random((5, 3, len(TOKENS))) < 0.4 for method in methods}
 
 
 def test_page_holds_every_token_and_the_counts_of_every_method(

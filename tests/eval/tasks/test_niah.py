@@ -1,6 +1,7 @@
 """Needles in a haystack: lengths, depths, references, and that nothing is shared with the training mixture."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE)
 
 
-def used(sample: RenderedSample, tokenizer: Any) -> int:
+def tokens_of(sample: RenderedSample, tokenizer: Any) -> int:
+    """Tokens of the prompt and of the longest answer."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": sample.prompt}], tokenize=False, add_generation_prompt=True
     )
@@ -60,43 +62,64 @@ def used(sample: RenderedSample, tokenizer: Any) -> int:
 )
 def test_the_kinds(kind: str, needles: int, keys: int, references: int, tokenizer: PreTrainedTokenizerFast) -> None:
     samples = niah.make_samples(kind, 900, 5, 1, tokenizer)
-    assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == 5
+    assert len({sample.id for sample in samples}) == 5
+    assert len({sample.prompt for sample in samples}) == 5
     for sample in samples:
-        assert (sample.task, sample.length, sample.metric) == (f"niah_{kind}", 900, "string_match_all")
-        assert 900 - 250 < used(sample, tokenizer) <= 900  # the corpus' longest sentences have 150 tokens here
+        assert sample.task == f"niah_{kind}"
+        assert sample.length == 900
+        assert sample.metric == "string_match_all"
+        assert 900 - 250 < tokens_of(sample, tokenizer) <= 900  # the corpus' longest sentences have 150 tokens here
         stated = re.findall(r"One of the special magic numbers for (\w+-\w+) is: (\d{7})\.", sample.prompt)
-        assert len(stated) == len(set(stated)) == len(sample.spans) == needles
+        assert len(stated) == len(set(stated)) == needles
         assert len({key for key, _ in stated}) == keys
-        asked = re.findall(r"\w+-\w+", sample.prompt.splitlines()[-1])
-        assert {value for key, value in stated if key in asked} == set(sample.references)
-        assert asked == re.findall(r"\w+-\w+", sample.answer_prefix)
-        assert all(span in sample.prompt for span in sample.spans) and len(sample.references) == references
+        assert len(sample.spans) == needles
+        for span in sample.spans:
+            assert span in sample.prompt
+        asked_keys = re.findall(r"\w+-\w+", sample.prompt.splitlines()[-1])
+        assert asked_keys == re.findall(r"\w+-\w+", sample.answer_prefix)
+        asked_values = {value for key, value in stated if key in asked_keys}
+        assert asked_values == set(sample.references)
+        assert len(sample.references) == references
         assert score(sample, ", ".join(sample.references)) == 1.0
         assert score(sample, sample.references[0]) == 1 / references
-        some = "Some special magic numbers are" if references > 1 else "A special magic number is"
-        assert sample.prompt.startswith(f"{some} hidden within the following text. Make sure to memorize it.")
+        if references > 1:
+            numbers_are = "Some special magic numbers are"
+            assert sample.answer_prefix.endswith("text are")
+        else:
+            numbers_are = "A special magic number is"
+            assert sample.answer_prefix.endswith("text is")
+        assert sample.prompt.startswith(f"{numbers_are} hidden within the following text. Make sure to memorize it.")
         assert sample.prompt.endswith(" mentioned in the provided text?")
-        assert sample.answer_prefix.endswith("text are" if references > 1 else "text is")
 
 
 @pytest.mark.parametrize(("kind", "keys", "values"), [("single", 1, 1), ("multiquery", 4, 1), ("multivalue", 1, 4)])
 def test_every_key_is_asked_for(kind: str, keys: int, values: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    plain = niah.make_samples(kind, 900, 2, 1, tokenizer)
-    asked = niah.make_samples(kind, 900, 2, 1, tokenizer, every_key=True)
-    assert len(asked) == len({sample.key for sample in asked}) == 2 * keys
-    for number, sample in enumerate(asked):
-        first = asked[number // keys * keys]
-        assert (sample.context, sample.spans, sample.task) == (first.context, first.spans, f"niah_{kind}")
+    samples = niah.make_samples(kind, 900, 2, 1, tokenizer, every_key=True)
+    assert len(samples) == 2 * keys
+    assert len({sample.key for sample in samples}) == 2 * keys
+    for index, sample in enumerate(samples):
+        first_of_context = samples[index // keys * keys]
+        assert sample.context == first_of_context.context
+        assert sample.spans == first_of_context.spans
+        assert sample.task == f"niah_{kind}"
         assert sample.prompt == sample.context + sample.question
         stated = re.findall(r"for (\w+-\w+) is: (\d{7})\.", sample.context)
-        (key,) = re.findall(r"\w+-\w+", sample.question)
-        assert key in sample.answer_prefix and f" {key}" not in first.question.replace(key, "") + first.context[:150]
-        assert set(sample.references) == {value for other, value in stated if other == key}
-        assert len(sample.references) == values and len(sample.spans) == keys * values
-        assert all(span in sample.context for span in sample.spans)
-        assert 900 - 250 < used(sample, tokenizer) <= 900
-    for sample, others in zip(plain, (asked[:keys], asked[keys:]), strict=True):
-        assert sorted(sample.references) == sorted(value for each in others for value in each.references)
+        (asked_key,) = re.findall(r"\w+-\w+", sample.question)
+        assert asked_key in sample.answer_prefix
+        assert f" {asked_key}" not in first_of_context.question.replace(asked_key, "")
+        assert f" {asked_key}" not in first_of_context.context[:150]
+        assert set(sample.references) == {value for key, value in stated if key == asked_key}
+        assert len(sample.references) == values
+        assert len(sample.spans) == keys * values
+        for span in sample.spans:
+            assert span in sample.context
+        assert 900 - 250 < tokens_of(sample, tokenizer) <= 900
+    of_all_keys = niah.make_samples(kind, 900, 2, 1, tokenizer)
+    for sample, by_key in zip(of_all_keys, (samples[:keys], samples[keys:]), strict=True):
+        references: list[str] = []
+        for sample_of_key in by_key:
+            references += sample_of_key.references
+        assert sorted(sample.references) == sorted(references)
 
 
 def test_no_question_makes_the_prompt_too_long(
@@ -105,34 +128,42 @@ def test_no_question_makes_the_prompt_too_long(
     longest = "z" * 300  # the longest key's question decides how much haystack there is room for
     monkeypatch.setitem(niah.TEXTS, "nouns", ["ant", "bee", "cat", longest])
     for sample in niah.make_samples("multikey", 2500, 6, 0, tokenizer, every_key=True):
-        assert used(sample, tokenizer) <= 2500
+        assert tokens_of(sample, tokenizer) <= 2500
 
 
 def test_same_seed_same_samples(tokenizer: PreTrainedTokenizerFast) -> None:
-    first, more, other = (niah.make_samples("single", 600, *rest, tokenizer) for rest in ((3, 4), (5, 4), (3, 5)))
-    assert first == more[:3]  # more samples begin with the same ones
-    assert {sample.references for sample in first}.isdisjoint(sample.references for sample in other)
+    three = niah.make_samples("single", 600, 3, 4, tokenizer)
+    five = niah.make_samples("single", 600, 5, 4, tokenizer)
+    other_seed = niah.make_samples("single", 600, 3, 5, tokenizer)
+    assert three == five[:3]  # more samples begin with the same ones
+    references = {sample.references for sample in three}
+    assert references.isdisjoint(sample.references for sample in other_seed)
+
+
+def depth_in_prompt(sample: RenderedSample) -> float:
+    """Where the needle stands, as a share of the prompt's characters."""
+    return sample.prompt.index(sample.spans[0]) / len(sample.prompt)
 
 
 def test_needles_are_spread_over_all_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     samples = niah.make_samples("single", 3000, 10, 0, tokenizer)
-    depths = [sample.prompt.index(sample.spans[0]) / len(sample.prompt) for sample in samples]
+    depths = [depth_in_prompt(sample) for sample in samples]
     assert depths == pytest.approx([sample.depth for sample in samples], abs=0.1)
     for count in (5, 10):
-        for part, depth in enumerate(sorted(depths[:count])):
-            assert part / count - 0.1 < depth < (part + 1) / count + 0.1
+        for index, depth in enumerate(sorted(depths[:count])):
+            assert index / count - 0.1 < depth < (index + 1) / count + 0.1
 
 
 def test_a_grid_of_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     """Each depth at each length as often; results show where the needle stands."""
     request = TaskRequest(tokenizer, 4096, [1000, 2000], 2)
     samples = niah.Niah(depths=[0, 0.5, 1]).samples("depth", request)
-    assert [(each.length, each.depth) for each in samples] == [
-        (length, depth) for length in (1000, 2000) for depth in (0, 0, 0.5, 0.5, 1, 1)
-    ]
-    assert {each.task for each in samples} == {"niah_depth"} and len({each.key for each in samples}) == 12
-    for each in samples:
-        assert each.depth == pytest.approx(each.prompt.index(each.spans[0]) / len(each.prompt), abs=0.2)
+    assert [sample.length for sample in samples] == [1000] * 6 + [2000] * 6
+    assert [sample.depth for sample in samples] == [0, 0, 0.5, 0.5, 1, 1] * 2
+    assert len({sample.key for sample in samples}) == 12
+    for sample in samples:
+        assert sample.task == "niah_depth"
+        assert sample.depth == pytest.approx(depth_in_prompt(sample), abs=0.2)
     assert len(niah.Niah().depths) == 11
     with refused("niah.depths", "range"):
         niah.Niah(depths=[0.5, 1.5]).samples("depth", request)
@@ -141,19 +172,20 @@ def test_a_grid_of_depths(tokenizer: PreTrainedTokenizerFast) -> None:
             benchmark.samples(task, replace(request, lengths=[10**9]))
 
 
-def test_own_haystack(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = tmp_path / "essay.txt"
-    text.write_text("The  gardener\nslept. Nobody came! " + "endless " * 200)
-    (sample,) = niah.make_samples("single", 1500, 1, 0, tokenizer, haystack=text)
+def test_a_haystack_of_the_user(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    haystack = tmp_path / "essay.txt"
+    haystack.write_text("The  gardener\nslept. Nobody came! " + "endless " * 200)
+    (sample,) = niah.make_samples("single", 1500, 1, 0, tokenizer, haystack=haystack)
     assert "The gardener slept." in sample.prompt
-    assert 1500 - 100 < used(sample, tokenizer) <= 1500
+    assert 1500 - 100 < tokens_of(sample, tokenizer) <= 1500
     hay = sample.prompt.splitlines()[1].replace(sample.spans[0], "")
-    assert set(hay.split()) <= set(text.read_text().split())
+    assert set(hay.split()) <= set(haystack.read_text().split())
 
 
 def test_bad_input(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
+    binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
     cases: list[tuple[str, int, Path | None, str, Code]] = [
         ("multi", 900, None, "kind", "unknown"),
@@ -170,7 +202,9 @@ def test_bad_input(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 def test_evaluation_prose_occurs_in_no_training_document() -> None:
     documents = topic_documents("training") + source_documents("training")
     training = "\n".join(" ".join(document.text.split()) for document in documents)
-    held_out = [sentence for paragraph in evaluation_paragraphs() for sentence in sentences(paragraph)]
+    held_out: list[str] = []
+    for paragraph in evaluation_paragraphs():
+        held_out += sentences(paragraph)
     assert len(held_out) > 300
     assert [sentence for sentence in held_out if sentence in training] == []
 
@@ -179,9 +213,12 @@ def strings(value: Any) -> Iterator[str]:
     """Every text in a value of the training prompts' wordings."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from strings(each)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from strings(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from strings(part)
 
 
 def plain(phrase: str) -> str:
@@ -192,20 +229,28 @@ def plain(phrase: str) -> str:
 def test_phrases_are_not_shared_with_training() -> None:
     training = {plain(text) for text in strings({**all_wordings(), "words": []})}
     wordings = [niah.TEXTS["needle"], *niah.TEXTS["one"].values(), *niah.TEXTS["some"].values()]
-    evaluation = {plain(part) for phrase in wordings for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
+    evaluation: set[str] = set()
+    for wording in wordings:
+        evaluation |= {plain(sentence) for sentence in re.split(r"(?<=[.?])\s|\n", wording)}
+    evaluation.discard("")
     assert len(training) > 150
     assert len(evaluation) >= 9
-    assert not training & evaluation
-    assert not [text for text in training if "magic" in text or any(part in text for part in evaluation)]
+    for text in training:
+        assert "magic" not in text
+        for sentence in evaluation:
+            assert sentence not in text
 
 
 def test_key_words_are_not_shared_with_training() -> None:
-    training = {word.lower() for text in strings(all_wordings()) for word in re.findall(r"\w+", text)}
+    training: set[str] = set()
+    for text in strings(all_wordings()):
+        training.update(re.findall(r"\w+", text.lower()))
     assert {"lantern", "copper"} <= training
-    words = niah.TEXTS["adjectives"] + niah.TEXTS["nouns"]
-    evaluation = {*words}
-    assert len(evaluation) == len(words) > 100
-    assert not training & (evaluation | {word + "s" for word in evaluation})
+    key_words = niah.TEXTS["adjectives"] + niah.TEXTS["nouns"]
+    evaluation = set(key_words)
+    assert len(evaluation) == len(key_words) > 100
+    plurals = {word + "s" for word in evaluation}
+    assert not training & (evaluation | plurals)
 
 
 @pytest.mark.slow
@@ -214,13 +259,15 @@ def test_on_needles_the_oracle_is_ahead_of_lookaheadkv_and_that_of_snapkv():
     target = target_of(config)
     resources = resources_of(config, target)
     variants = [Variant(name, make_method(name, 64, resources)) for name in ("oracle", "lookaheadkv", "snapkv")]
-    samples = make_samples("single", 512, 4, 7, target.tokenizer, max_new_tokens=12)
-    rows = [row for sample in samples for row in run_samples(target, [sample], variants, 10_000)[0]]
-    score = {name: fmean(row.score for row in rows if row.method == name) for name in ("full", "oracle", "snapkv")}
-    ours = fmean(row.score for row in rows if row.method == "lookaheadkv")
-    assert score["full"] >= score["oracle"] >= ours > score["snapkv"]
-    loss = {row.method: 0.0 for row in rows}
-    for row in rows:
-        loss[row.method] += row.excess_nll
-    assert loss["lookaheadkv"] < loss["snapkv"]
-    assert loss["oracle"] < loss["snapkv"]
+    scores: dict[str, list[float]] = defaultdict(list)
+    excess_nlls: dict[str, list[float]] = defaultdict(list)
+    for sample in make_samples("single", 512, 4, 7, target.tokenizer, max_new_tokens=12):
+        (rows,) = run_samples(target, [sample], variants, 10_000)
+        for row in rows:
+            scores[row.method].append(row.score)
+            excess_nlls[row.method].append(row.excess_nll)
+    assert fmean(scores["full"]) >= fmean(scores["oracle"])
+    assert fmean(scores["oracle"]) >= fmean(scores["lookaheadkv"])
+    assert fmean(scores["lookaheadkv"]) > fmean(scores["snapkv"])
+    assert sum(excess_nlls["lookaheadkv"]) < sum(excess_nlls["snapkv"])
+    assert sum(excess_nlls["oracle"]) < sum(excess_nlls["snapkv"])
