@@ -30,9 +30,17 @@ from tests.models.modules import SHAPE, random_module, random_on, save
 from tests.refused import refused
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-LAYERS, KV_HEADS, LENGTH = 3, 2, 70
-METHODS = {"snapkv": SnapKV(40), "dapq": DapQ(40), "oracle": Oracle(40), "laq": LAQ(40)}
-METHODS |= {"laq++": LAQPlus(40), "dapq, window": DapQ(40, DraftObserver(PromptEnds(), window=6))}
+LAYERS = 3
+KV_HEADS = 2
+LENGTH = 70
+METHODS = {
+    "snapkv": SnapKV(40),
+    "dapq": DapQ(40),
+    "oracle": Oracle(40),
+    "laq": LAQ(40),
+    "laq++": LAQPlus(40),
+    "dapq, window": DapQ(40, DraftObserver(PromptEnds(), window=6)),
+}
 
 
 @pytest.mark.parametrize(
@@ -42,24 +50,28 @@ def test_scores_by_query_head_are_those_of_one_layer(
     name: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer's [B, H, N] are gone, but for the last one's, when the next layer's are reduced."""
-    adapter = save(random_module(), tmp_path) if name == "lookaheadkv" else None
-    method: Evict = LookaheadKV.from_pretrained(adapter, 40) if adapter else METHODS[name]
-    model, (ids, mask) = tiny_model(), prompt_ids(LENGTH, LENGTH - 9 if padded else LENGTH)
+    method: Evict
+    if name == "lookaheadkv":
+        method = LookaheadKV.from_pretrained(save(random_module(), tmp_path), 40)
+    else:
+        method = METHODS[name]
+    model = tiny_model()
+    ids, mask = prompt_ids(LENGTH, LENGTH - 9 if padded else LENGTH)
     state = prefill(model, ids, mask if padded else None, needs=method.needs())
-    seen: list[weakref.ref[Tensor]] = []
+    by_query_head: list[weakref.ref[Tensor]] = []
 
-    def noting(scores: Tensor, kv_heads: int, heads: str) -> Tensor:
+    def checked_reduce_group(scores: Tensor, kv_heads: int, heads: str) -> Tensor:
         assert scores.shape == (2, 2 * KV_HEADS, LENGTH)
-        assert sum(each() is not None for each in seen) <= 1
-        seen.append(weakref.ref(scores))
+        assert sum(reference() is not None for reference in by_query_head) <= 1
+        by_query_head.append(weakref.ref(scores))
         return importance.reduce_group(scores, kv_heads, heads)
 
     for module in (observe, laq):
-        monkeypatch.setattr(module, "reduce_group", noting)
+        monkeypatch.setattr(module, "reduce_group", checked_reduce_group)
     with torch.no_grad():
         scores = method.bound_observer(model, state, method.reduce)
-    assert len(seen) >= LAYERS
-    assert [each.shape for each in scores] == [(2, KV_HEADS, LENGTH)] * LAYERS
+    assert len(by_query_head) >= LAYERS
+    assert [layer.shape for layer in scores] == [(2, KV_HEADS, LENGTH)] * LAYERS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,12 +80,12 @@ def test_a_layers_output_is_what_enters_the_next_and_the_one_past_the_last_is_no
     model = tiny_model(family)
     ids, _ = prompt_ids(9)
     with RecordFeatures(model, (3, 0, 1)) as recorded:
-        states = model(ids, output_hidden_states=True).hidden_states
-    normed, first, second = recorded.outputs()
-    assert torch.equal(first, states[1])
-    assert torch.equal(second, states[2])
-    assert torch.equal(normed, model.model(ids).last_hidden_state)
-    assert not torch.allclose(normed, states[2])
+        hidden_states = model(ids, output_hidden_states=True).hidden_states
+    past_last, of_layer_0, of_layer_1 = recorded.outputs()
+    assert torch.equal(of_layer_0, hidden_states[1])
+    assert torch.equal(of_layer_1, hidden_states[2])
+    assert torch.equal(past_last, model.model(ids).last_hidden_state)
+    assert not torch.allclose(past_last, hidden_states[2])
 
 
 @torch.no_grad()
@@ -93,10 +105,12 @@ def test_a_layer_that_is_not_there_is_refused(layer):
 CLOSED = torch.finfo(torch.float32).min
 
 
-def said(model, state: State, gates: list[Tensor], tokens: Tensor) -> Tensor:
+def logits_behind(model, state: State, gates: list[Tensor], tokens: Tensor) -> Tensor:
     """Logits after each of the tokens [B, T], behind gates [B, K, N] for each layer with full attention."""
-    held = zip(state.entries(), gates, strict=True)
-    cache = as_observed(state.cache, [GatedLayer(each.keys, each.values, gate) for each, gate in held])
+    gated = []
+    for layer, gate in zip(state.entries(), gates, strict=True):
+        gated.append(GatedLayer(layer.keys, layer.values, gate))
+    cache = as_observed(state.cache, gated)
     positions = (state.lengths + state.rope_offset)[:, None] + torch.arange(tokens.shape[1])
     return run(model, cache, input_ids=tokens, position_ids=positions).logits
 
@@ -105,30 +119,35 @@ def said(model, state: State, gates: list[Tensor], tokens: Tensor) -> Tensor:
 def test_closed_gates_are_evicted_entries_and_open_ones_are_kept(family):
     """With windows, softcap, sinks, recurrent states too; other entries in every head."""
     model = family_model(family)
-    ids, tokens = prompt_ids(40)[0], prompt_ids(5, seed=4)[0]
+    ids = prompt_ids(40)[0]
+    tokens = prompt_ids(5, seed=4)[0]
     method = Evict(12, RandomScores(seed=3))
     with torch.no_grad():
         state = prefill(model, ids, needs=method.needs())
         selected = method.select(state, method.importance(model, state))
-        gates = [torch.zeros_like(each, dtype=torch.float32).masked_fill_(~each, CLOSED) for each in selected]
-        behind = said(model, state, gates, tokens)
-        whole = said(model, state, [torch.zeros_like(each) for each in gates], tokens)
-        evicted = read(model, method.keep(model, state, selected), tokens, logits_to_keep=5)[1]
-        full = read(model, state, tokens, logits_to_keep=5)[1]
-    assert_close(behind, evicted)
-    assert_close(whole, full)
-    assert (evicted - full).abs().max() > 1e-2
+        gates = [torch.zeros(mask.shape).masked_fill_(~mask, CLOSED) for mask in selected]
+        open_gates = [torch.zeros_like(gate) for gate in gates]
+        behind_gates = logits_behind(model, state, gates, tokens)
+        behind_open_gates = logits_behind(model, state, open_gates, tokens)
+        after_eviction = read(model, method.keep(model, state, selected), tokens, logits_to_keep=5)[1]
+        of_full_cache = read(model, state, tokens, logits_to_keep=5)[1]
+    assert_close(behind_gates, after_eviction)
+    assert_close(behind_open_gates, of_full_cache)
+    assert (after_eviction - of_full_cache).abs().max() > 1e-2
 
 
 def test_gradients_reach_the_gates_and_a_closed_one_of_no_weight_has_none():
     model = tiny_model()
     state = prefill(model, prompt_ids(40)[0])
     gates = [torch.zeros(1, 2, 40, requires_grad=True) for _ in range(3)]
-    closed = [each.masked_fill(torch.arange(40) < 3, CLOSED) for each in gates]
-    said(model, state, closed, prompt_ids(5, seed=4)[0]).logsumexp(-1).sum().backward()
-    for each in gates:
-        assert each.grad is not None and torch.isfinite(each.grad).all()
-        assert not each.grad[..., :3].any() and each.grad[..., 3:].all()
+    partly_closed = [gate.masked_fill(torch.arange(40) < 3, CLOSED) for gate in gates]
+    logits = logits_behind(model, state, partly_closed, prompt_ids(5, seed=4)[0])
+    logits.logsumexp(-1).sum().backward()
+    for gate in gates:
+        assert gate.grad is not None
+        assert torch.isfinite(gate.grad).all()
+        assert not gate.grad[..., :3].any()
+        assert gate.grad[..., 3:].all()
 
 
 SNAPKV = SnapKV(12, window=4, pool=NO_POOL)
@@ -137,36 +156,37 @@ SNAPKV = SnapKV(12, window=4, pool=NO_POOL)
 def importances(method: Evict, model: Any, lengths: tuple[int, ...]) -> tuple[State, list[Tensor], list[Tensor]]:
     """A prompt's state, and its importance without and with the norms."""
     state = prefill(model, *prompt_ids(*lengths), needs=method.needs())
-    plain, weighed = (replace(method, value_norm=each).importance(model, state) for each in (False, True))
+    plain = replace(method, value_norm=False).importance(model, state)
+    weighed = replace(method, value_norm=True).importance(model, state)
     return state, plain, weighed
 
 
 @pytest.mark.parametrize("lengths", [(40,), (40, 21)], ids=["alone", "padded"])
 def test_each_entry_counts_by_the_length_of_its_value(lengths: tuple[int, ...]) -> None:
     state, plain, weighed = importances(SNAPKV, tiny_model(), lengths)
-    for held, before, after in zip(state.entries(), plain, weighed, strict=True):
-        lengths_of_values = held.values.double().pow(2).sum(dim=-1).sqrt().float()
-        free = torch.isfinite(before)
-        assert free.any()
-        assert torch.equal(after[~free], before[~free])  # protected entries and padding
-        assert_close(after[free], (before * lengths_of_values)[free])
+    for layer, before, after in zip(state.entries(), plain, weighed, strict=True):
+        norms = layer.values.double().pow(2).sum(dim=-1).sqrt().float()
+        finite = torch.isfinite(before)
+        assert finite.any()
+        assert torch.equal(after[~finite], before[~finite])  # protected entries and padding
+        assert_close(after[finite], (before * norms)[finite])
 
 
 def test_of_latents_it_is_the_mean_length_of_the_values_of_all_heads() -> None:
     model = family_model("DeepSeek-V3")
     state, plain, weighed = importances(SNAPKV, model, (40,))
     assert all(layer.expansion for layer in state.layers)
-    for layer, held, before, after in zip(model.model.layers, state.entries(), plain, weighed, strict=True):
+    for layer, entries, before, after in zip(model.model.layers, state.entries(), plain, weighed, strict=True):
         attention = layer.self_attn
-        by_head = attention.kv_b_proj(held.keys[:, 0]).unflatten(-1, (attention.num_heads, -1))
-        of_all = by_head[..., attention.qk_nope_head_dim :].norm(dim=-1).mean(dim=-1)
-        free = torch.isfinite(before)
-        assert_close(after[free], (before * of_all[:, None])[free])
+        by_head = attention.kv_b_proj(entries.keys[:, 0]).unflatten(-1, (attention.num_heads, -1))
+        mean_norms = by_head[..., attention.qk_nope_head_dim :].norm(dim=-1).mean(dim=-1)
+        finite = torch.isfinite(before)
+        assert_close(after[finite], (before * mean_norms[:, None])[finite])
 
 
 def test_a_module_says_whether_its_importance_is_weighed(tmp_path: Any) -> None:
-    shape = replace(SHAPE, value_norm=True)
-    folder = save(random_on(tiny_model(), shape), tmp_path / "adapter")
+    settings = replace(SHAPE, value_norm=True)
+    folder = save(random_on(tiny_model(), settings), tmp_path / "adapter")
     assert LookaheadAdapter.load(folder).settings.value_norm
     assert LookaheadKV.from_pretrained(folder, 12).value_norm
     assert not LookaheadKV.from_pretrained(folder, 12, value_norm=False).value_norm
@@ -175,12 +195,16 @@ def test_a_module_says_whether_its_importance_is_weighed(tmp_path: Any) -> None:
 @torch.no_grad()
 def test_a_window_beside_the_soft_tokens_counts_by_its_rows(tmp_path: Path) -> None:
     """LookaheadKV's appendix E.2: five soft tokens and the last six of the prompt."""
-    alone = LookaheadKV.from_pretrained(save(random_module(), tmp_path), 40)
-    assert isinstance(alone.observer, SoftTokens)
-    model, (ids, _) = tiny_model(), prompt_ids(LENGTH)
+    soft_tokens = LookaheadKV.from_pretrained(save(random_module(), tmp_path), 40).observer
+    assert isinstance(soft_tokens, SoftTokens)
+    with_window = replace(soft_tokens, window=6)
+    assert with_window.needs().window == 6
+
+    model = tiny_model()
+    ids, _ = prompt_ids(LENGTH)
     state = prefill(model, ids, needs=Needs(window=6))
-    both = replace(alone.observer, window=6)
-    assert both.needs().window == 6
-    observed = (each(model, state, Reduce()) for each in (alone.observer, PromptWindow(6), both))
-    for soft, window, together in zip(*observed, strict=True):
-        assert_close(together, (5 * soft + 6 * window) / 11)
+    by_soft_tokens = soft_tokens(model, state, Reduce())
+    by_window = PromptWindow(6)(model, state, Reduce())
+    by_both = with_window(model, state, Reduce())
+    for of_soft_tokens, of_window, scores in zip(by_soft_tokens, by_window, by_both, strict=True):
+        assert_close(scores, (5 * of_soft_tokens + 6 * of_window) / 11)
