@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import uvicorn
 
 from keepsight import SnapKV
@@ -58,3 +59,24 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition never held"
         time.sleep(0.01)
+
+
+def events_of(text: str) -> list[str]:
+    """The data of a stream's events."""
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+def assert_field_refused(reply: httpx.Response, field: str) -> None:
+    """Fail unless a request was refused with 400 and an error that names a field."""
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == field, reply.text
+
+
+def metrics_of(url: str, **headers: str) -> dict[str, float]:
+    """The metrics of a server, by their names with their labels."""
+    values = {}
+    for line in httpx.get(f"{url}/metrics", headers=headers).text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            values[name] = float(value)
+    return values

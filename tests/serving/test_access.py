@@ -27,9 +27,9 @@ from keepsight.serving.vllm.access import (
 )
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.refused import refused
-from tests.tiny import tiny_tokenizer
 
 KEY = "secret"
+WITH_KEY = {"authorization": f"Bearer {KEY}"}
 OTHER_PATHS = (
     "/invocations",
     "/generative_scoring",
@@ -42,6 +42,9 @@ OTHER_PATHS = (
     "/",
 )
 OPEN = {(method, path) for method, paths in METHODS.items() for path in paths}
+HEALTH = {("GET", "/health"), ("HEAD", "/health")}
+ALL = [*(("POST", path) for path in (*PATHS, *TOKENIZER_PATHS)), *(("GET", path) for path in STATUS_PATHS)]
+PAGE = "http://ui.example"
 
 
 class Engine:
@@ -66,13 +69,6 @@ class Engine:
                 yield method, route.path  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module")
-def rewriter(tmp_path_factory: pytest.TempPathFactory) -> Rewriter:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_tokenizer().save_pretrained(str(folder))
-    return Rewriter(str(folder / "prefixes"), str(folder))
-
-
 @pytest.fixture
 def engine(rewriter: Rewriter) -> Engine:
     locked = Engine(KEY)
@@ -80,16 +76,38 @@ def engine(rewriter: Rewriter) -> Engine:
     return locked
 
 
-def asked(engine: Engine, *requests: tuple[str, str], **headers: str) -> list[httpx.Response]:
+def replies_to(engine: Engine, *requests: tuple[str, str], **headers: str) -> list[httpx.Response]:
     """The replies to requests that are sent one after another, each with the same body."""
+    headers = {"content-type": "application/json"} | headers
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(engine.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            headers.setdefault("content-type", "application/json")
-            return [await client.request(*each, headers=headers, content=b"{}") for each in requests]
+            replies = []
+            for method, path in requests:
+                replies.append(await client.request(method, path, headers=headers, content=b"{}"))
+            return replies
 
     return asyncio.run(send())
+
+
+def reply_to(engine: Engine, method: str, path: str, **headers: str) -> httpx.Response:
+    (reply,) = replies_to(engine, (method, path), **headers)
+    return reply
+
+
+def statuses_of(engine: Engine, *requests: tuple[str, str], **headers: str) -> set[int]:
+    """All statuses of the replies to requests."""
+    return {reply.status_code for reply in replies_to(engine, *requests, **headers)}
+
+
+def routes_without(status: int, routes: list[tuple[str, str]], replies: list[httpx.Response]) -> set[tuple[str, str]]:
+    """The routes whose replies have another status."""
+    others = set()
+    for route, reply in zip(routes, replies, strict=True):
+        if reply.status_code != status:
+            others.add(route)
+    return others
 
 
 @pytest.mark.parametrize(
@@ -97,125 +115,126 @@ def asked(engine: Engine, *requests: tuple[str, str], **headers: str) -> list[ht
 )
 def test_without_the_key_no_route_is_reached_but_health(engine: Engine, headers):
     routes = sorted(engine.routes())
-    replies = asked(engine, *routes, **headers)
-    statuses = {route: reply.status_code for route, reply in zip(routes, replies, strict=True)}
-    free = {("GET", "/health"), ("HEAD", "/health")}
-    assert {route for route, status in statuses.items() if status != 401} == free
-    assert {*engine.reached} == free
-    assert replies[0].headers["www-authenticate"] == "Bearer" and replies[0].json()["error"]["code"] == 401
+    replies = replies_to(engine, *routes, **headers)
+    assert routes_without(401, routes, replies) == HEALTH
+    assert {*engine.reached} == HEALTH
+    assert replies[0].headers["www-authenticate"] == "Bearer"
+    assert replies[0].json()["error"]["code"] == 401
 
 
 def test_with_the_key_only_listed_routes_are_reached(engine: Engine):
     routes = sorted(engine.routes())
-    replies = asked(engine, *routes, authorization=f"Bearer {KEY}")
-    statuses = {route: reply.status_code for route, reply in zip(routes, replies, strict=True)}
+    replies = replies_to(engine, *routes, **WITH_KEY)
     assert {*engine.reached} == OPEN
-    assert {route for route, status in statuses.items() if status != 404} == OPEN
-    assert PATHS[0] in replies[routes.index(("POST", "/invocations"))].json()["error"]["message"]
+    assert routes_without(404, routes, replies) == OPEN
+    closed = replies[routes.index(("POST", "/invocations"))]
+    assert PATHS[0] in closed.json()["error"]["message"]
 
 
 def test_a_server_without_a_key_opens_the_same_routes(rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     engine = Engine()
     engine.app.add_middleware(Prefixes, rewriter=rewriter)
-    asked(engine, *engine.routes())
+    replies_to(engine, *engine.routes())
     assert {*engine.reached} == OPEN
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     engine.reached.clear()
-    asked(engine, *engine.routes())
-    assert {*engine.reached} == {("GET", "/health"), ("HEAD", "/health")}
+    replies_to(engine, *engine.routes())
+    assert {*engine.reached} == HEALTH
 
 
 def test_metrics_are_open_by_option(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(OPEN_METRICS, "1")
-    (reply,) = asked(engine, ("GET", "/metrics"))
-    assert reply.status_code == 200
-    assert asked(engine, ("POST", "/metrics"))[0].status_code == 401
+    assert reply_to(engine, "GET", "/metrics").status_code == 200
+    assert reply_to(engine, "POST", "/metrics").status_code == 401
     monkeypatch.setenv(OPEN_METRICS, "0")
-    assert asked(engine, ("GET", "/metrics"))[0].status_code == 401
+    assert reply_to(engine, "GET", "/metrics").status_code == 401
 
 
 @pytest.mark.parametrize(
     "path", ["/health/", "//health", "/health%2f..%2fv1/completions", "/v1/completions/", "/HEALTH"]
 )
 def test_other_spellings_of_a_path_are_closed(engine: Engine, path):
-    assert asked(engine, ("POST", path))[0].status_code == 401
-    assert asked(engine, ("POST", path), authorization=f"Bearer {KEY}")[0].status_code == 404
+    assert reply_to(engine, "POST", path).status_code == 401
+    assert reply_to(engine, "POST", path, **WITH_KEY).status_code == 404
     assert not engine.reached
 
 
 def test_a_server_that_stops_takes_no_further_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """vLLM would reply 200 with an empty answer."""
-    monkeypatch.setenv(STOPPING, str(tmp_path / "stopping"))
-    routes = [("POST", path) for path in TOKENIZER_PATHS] + [("GET", "/health")]
+    stopping = tmp_path / "stopping"
+    monkeypatch.setenv(STOPPING, str(stopping))
+    others = [*(("POST", path) for path in TOKENIZER_PATHS), ("GET", "/health")]
     answering = [("POST", path) for path in PATHS]
-
-    def statuses() -> list[int]:
-        replies = asked(engine, *routes, *answering, authorization=f"Bearer {KEY}")
-        return [reply.status_code for reply in replies]
-
-    assert statuses() == [200] * 5
-    (tmp_path / "stopping").touch()
-    assert statuses() == [200] * 3 + [503] * 2
-    (reply,) = asked(engine, answering[0], authorization=f"Bearer {KEY}")
-    assert reply.headers["retry-after"] == "1" and reply.json()["error"]["type"] == "server_error"
+    assert len(others) == 3
+    assert len(answering) == 2
+    assert statuses_of(engine, *others, *answering, **WITH_KEY) == {200}
+    stopping.touch()
+    assert statuses_of(engine, *others, **WITH_KEY) == {200}
+    assert statuses_of(engine, *answering, **WITH_KEY) == {503}
+    reply = reply_to(engine, "POST", PATHS[0], **WITH_KEY)
+    assert reply.headers["retry-after"] == "1"
+    assert reply.json()["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("media", ["text/event-stream; charset=utf-8", "application/json"])
-@pytest.mark.parametrize("grace, whole", [("0.5", False), ("60", True)])
+@pytest.mark.parametrize("grace, is_complete", [("0.5", False), ("60", True)])
 def test_an_answer_that_outlasts_the_grace_ends_with_an_error(
-    rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, media, grace, whole
+    rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, media, grace, is_complete
 ):
-    """And not in the middle of a chunk; one that ends within it is whole."""
-    monkeypatch.setenv(STOPPING, str(tmp_path / "stopping"))
+    """And not in the middle of a chunk; one that ends within it is complete."""
+    stopping = tmp_path / "stopping"
+    monkeypatch.setenv(STOPPING, str(stopping))
     monkeypatch.setenv(GRACE, grace)
-    app, stopped = FastAPI(), list[str]()
+    completed = list[str]()
 
-    async def answer() -> StreamingResponse:
-        async def parts() -> AsyncIterator[str]:
+    async def answer_slowly() -> None:
+        stopping.touch()
+        await asyncio.sleep(3)
+        completed.append("the answer")
+
+    async def stream() -> StreamingResponse:
+        async def events() -> AsyncIterator[str]:
             yield "data: one\n\n"
-            (tmp_path / "stopping").touch()
-            await asyncio.sleep(3)
-            stopped.append("not")
+            await answer_slowly()
             yield "data: two\n\n"
 
-        return StreamingResponse(parts(), media_type=media)
+        return StreamingResponse(events(), media_type=media)
 
-    async def slow() -> dict[str, str]:
-        (tmp_path / "stopping").touch()
-        await asyncio.sleep(3)
-        stopped.append("not")
+    async def unstreamed() -> dict[str, str]:
+        await answer_slowly()
         return {"data": "two"}
 
     is_stream = media.startswith("text")
-    app.add_api_route(PATHS[0], answer if is_stream else slow, methods=["POST"])
+    app = FastAPI()
+    app.add_api_route(PATHS[0], stream if is_stream else unstreamed, methods=["POST"])
     app.add_middleware(Prefixes, rewriter=rewriter)
-    engine = SimpleNamespace(app=app)
-    (reply,) = asked(engine, ("POST", PATHS[0]))  # type: ignore[arg-type]
-    assert bool(stopped) == whole
-    if is_stream:
-        ends = ["data: two"] if whole else ['"type": "server_error"', "data: [DONE]"]
-        assert (
-            reply.status_code == 200 and reply.text.startswith("data: one") and all(end in reply.text for end in ends)
-        )
+    engine: Any = SimpleNamespace(app=app)
+    reply = reply_to(engine, "POST", PATHS[0])
+    assert bool(completed) == is_complete
+    if not is_stream:
+        assert reply.status_code == (200 if is_complete else 503)
+        return
+    assert reply.status_code == 200
+    assert reply.text.startswith("data: one")
+    if is_complete:
+        assert "data: two" in reply.text
     else:
-        assert reply.status_code == (200 if whole else 503)
+        assert '"type": "server_error"' in reply.text
+        assert "data: [DONE]" in reply.text
 
 
 def test_a_root_path_does_not_open_other_paths(engine: Engine):
     engine.app.root_path = "/health"
-    assert asked(engine, ("POST", "/health/invocations"))[0].status_code == 401
-    assert asked(engine, ("GET", "/health/health"))[0].status_code == 200
-
-
-PAGE = "http://ui.example"
+    assert reply_to(engine, "POST", "/health/invocations").status_code == 401
+    assert reply_to(engine, "GET", "/health/health").status_code == 200
 
 
 def test_a_browser_may_ask_first_and_gets_nothing_else(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(ORIGINS, json.dumps([PAGE]))
-    browser = {"origin": PAGE, "access-control-request-method": "POST"}
-    assert asked(engine, ("OPTIONS", PATHS[0]), **browser)[0].headers["access-control-allow-origin"]
-    assert asked(engine, ("OPTIONS", PATHS[0]))[0].status_code == 401
+    preflight = {"origin": PAGE, "access-control-request-method": "POST"}
+    assert reply_to(engine, "OPTIONS", PATHS[0], **preflight).headers["access-control-allow-origin"]
+    assert reply_to(engine, "OPTIONS", PATHS[0]).status_code == 401
     assert not engine.reached
 
 
@@ -228,59 +247,55 @@ def unlocked(rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-ALL = [("POST", path) for path in (*PATHS, *TOKENIZER_PATHS)] + [("GET", path) for path in STATUS_PATHS]
-
-
 def test_hosts_and_pages_of_others_reach_nothing_of_a_server_without_a_key(unlocked: Engine):
     preflight = {"access-control-request-method": "POST"}
     for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}):
-        replies = asked(unlocked, *ALL, ("OPTIONS", PATHS[0]), **headers, **preflight)
-        assert {reply.status_code for reply in replies} == {403}
-        assert not any("access-control-allow-origin" in reply.headers for reply in replies)
-        assert all(reply.json()["error"]["code"] == 403 for reply in replies)
+        replies = replies_to(unlocked, *ALL, ("OPTIONS", PATHS[0]), **headers, **preflight)
+        for reply in replies:
+            assert reply.status_code == 403
+            assert reply.json()["error"]["code"] == 403
+            assert "access-control-allow-origin" not in reply.headers
     assert not unlocked.reached
-    assert {reply.status_code for reply in asked(unlocked, *ALL, host="127.0.0.1:8000")} == {200}
+    assert statuses_of(unlocked, *ALL, host="127.0.0.1:8000") == {200}
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_bodies_of_forms_reach_nothing(unlocked: Engine, kind):
-    replies = asked(unlocked, *(route for route in ALL if route[0] == "POST"), **{"content-type": kind})
-    assert {reply.status_code for reply in replies} == {415} and not unlocked.reached
+    posts = [(method, path) for method, path in ALL if method == "POST"]
+    assert statuses_of(unlocked, *posts, **{"content-type": kind}) == {415}
+    assert not unlocked.reached
 
 
-def test_hosts_and_pages_that_the_operator_names(unlocked: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_hosts_and_pages_that_the_operator_names(unlocked: Engine):
     unlocked.app.state.args.host = "ships.example"
     unlocked.app.state.args.allowed_origins = [PAGE]
-    headers = {"host": "ships.example", "origin": PAGE}
-    assert {reply.status_code for reply in asked(unlocked, *ALL, **headers)} == {200}
+    assert statuses_of(unlocked, *ALL, host="ships.example", origin=PAGE) == {200}
 
 
 def test_names_of_proxies_and_pages_in_variables(unlocked: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(HOSTS, '["api.example"]')
     monkeypatch.setenv(ORIGINS, '["*"]')
-    headers = {"host": "api.example", "origin": "http://any.example"}
-    assert {reply.status_code for reply in asked(unlocked, *ALL, **headers)} == {200}
-    assert {reply.status_code for reply in asked(unlocked, *ALL, host="ships.example")} == {403}
+    assert statuses_of(unlocked, *ALL, host="api.example", origin="http://any.example") == {200}
+    assert statuses_of(unlocked, *ALL, host="ships.example") == {403}
     monkeypatch.setenv(HOSTS, "api.example")
     with refused(HOSTS, "type"):
         hosts_of({"app": unlocked.app})
 
 
 def test_a_server_with_a_key_goes_by_any_name(engine: Engine):
-    headers = {"host": "api.example", "authorization": f"Bearer {KEY}"}
-    assert {reply.status_code for reply in asked(engine, *ALL, **headers)} == {200}
+    assert statuses_of(engine, *ALL, host="api.example", **WITH_KEY) == {200}
 
 
 def test_websockets_are_closed(engine: Engine):
-    said = list[Any]()
+    messages = list[str]()
 
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
     async def send(message: Any) -> None:
-        said.append(message["type"])
+        messages.append(message["type"])
 
     headers = [(b"authorization", f"Bearer {KEY}".encode())]
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers, "app": engine.app}
     asyncio.run(engine.app(scope, receive, send))
-    assert said == ["websocket.close"]
+    assert messages == ["websocket.close"]

@@ -16,10 +16,11 @@ from keepsight.runtime.generate import FullCache, generate
 from keepsight.serving.engine import Engine
 from keepsight.serving.requests import IGNORED, NOT_SUPPORTED
 from keepsight.serving.server import Service
-from tests.serving.loopback import METHOD, running, serving
+from tests.serving.loopback import METHOD, assert_field_refused, events_of, running, serving
 from tests.tokenizers import TOOL_TEMPLATE
 
-CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
 TEXT = "Nine ships sailed on the sea. " * 8
 TURNS = [{"role": "user", "content": TEXT}]
 TOKENS = 12
@@ -32,44 +33,57 @@ def url(target):
 
 
 def post(url: str, path: str, **fields: Any) -> httpx.Response:
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": TOKENS}
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": TOKENS}
     if path == CHAT:
-        asked["messages"] = TURNS
+        body["messages"] = TURNS
     else:
-        asked["prompt"] = TEXT
-    return httpx.post(url + path, json=asked | fields, timeout=60)
+        body["prompt"] = TEXT
+    return httpx.post(url + path, json=body | fields, timeout=60)
 
 
 def answer(url: str, path: str = PLAIN, **fields: Any) -> dict[str, Any]:
     return dict(post(url, path, **fields).raise_for_status().json())
 
 
-def text_of(body: dict[str, Any], index: int = 0) -> str:
-    choice = body["choices"][index]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+def texts_of(body: dict[str, Any]) -> list[str]:
+    """The text of each choice."""
+    return [str(choice["text"] if "text" in choice else choice["message"]["content"]) for choice in body["choices"]]
 
 
-def streamed(url: str, path: str = PLAIN, **fields: Any) -> tuple[dict[int, str], list[dict[str, Any]], Any]:
+def text_of(body: dict[str, Any]) -> str:
+    """The text of the first choice."""
+    return texts_of(body)[0]
+
+
+def streamed(url: str, path: str = PLAIN, **fields: Any) -> tuple[list[str], list[dict[str, Any]], Any]:
     """The text of each choice, their chunks' choices, and the usage."""
     reply = post(url, path, stream=True, stream_options={"include_usage": True}, **fields).raise_for_status()
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    chunks = [json.loads(line) for line in lines]
+    events = events_of(reply.text)
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event) for event in events]
     usage = chunks.pop()["usage"]
-    texts: dict[int, str] = defaultdict(str)
     choices = [chunk["choices"][0] for chunk in chunks]
+    texts: dict[int, str] = {}
     for choice in choices:
-        texts[choice["index"]] += choice["text"] if path == PLAIN else choice["delta"].get("content", "")
-    return dict(texts), choices, usage
+        text = choice["text"] if path == PLAIN else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return [texts[index] for index in range(len(texts))], choices, usage
 
 
 def alone(target: Any, text: str = TEXT, seed: int | None = None, method: Any = METHOD, **options: Any) -> str:
+    """The answer of `generate`, of `TOKENS` tokens unless the options say otherwise."""
     ids = target.tokenizer(text, return_tensors="pt")["input_ids"]
     if seed is not None:
         torch.manual_seed(seed)
     options.setdefault("max_new_tokens", TOKENS)
     answer = generate(target.model, ids, method, **options)[0]
     return str(target.tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def tokens_alone(target: Any, max_new_tokens: int = TOKENS) -> list[int]:
+    """The tokens of this answer."""
+    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    return generate(target.model, ids, METHOD, max_new_tokens=max_new_tokens)[0].tolist()
 
 
 # Defaults, unknown fields, refusals
@@ -112,22 +126,23 @@ CHAT_DEFAULTS = {"logprobs": False, "top_logprobs": 0, "add_generation_prompt": 
 @pytest.mark.parametrize("path", [PLAIN, CHAT])
 def test_defaults_of_all_fields_change_nothing(url, path):
     expected = answer(url, path, temperature=0)
-    defaults = SHARED_DEFAULTS | (CHAT_DEFAULTS if path == CHAT else {})
-    nulls = dict.fromkeys([*defaults, *IGNORED, *NOT_SUPPORTED, "reasoning_effort", "chat_template_kwargs", "seed"])
-    for fields in (defaults, nulls):
+    defaults = SHARED_DEFAULTS | CHAT_DEFAULTS if path == CHAT else SHARED_DEFAULTS
+    names = [*defaults, *IGNORED, *NOT_SUPPORTED, "reasoning_effort", "chat_template_kwargs", "seed"]
+    for fields in (defaults, dict.fromkeys(names)):
         body = answer(url, path, **(fields | {"temperature": 0}))
-        assert text_of(body) == text_of(expected) and body["usage"] == expected["usage"]
-        assert len(body["choices"]) == 1 and body["choices"][0]["logprobs"] is None
+        assert texts_of(body) == texts_of(expected)
+        assert body["usage"] == expected["usage"]
+        (choice,) = body["choices"]
+        assert choice["logprobs"] is None
 
 
 def test_unknown_fields_are_ignored_and_named_once(url, caplog):
+    values: list[Any] = [1, None, {"deep": []}]
     with caplog.at_level(logging.WARNING, "keepsight.serving.server"):
-        values: list[Any] = [1, None, {"deep": []}]
         for value in values:
             assert text_of(answer(url, sails_of_3=value)) == text_of(answer(url))
-    assert [record.getMessage() for record in caplog.records if "sails_of_3" in record.getMessage()] == [
-        "requests have a field that this server does not know and ignores: sails_of_3"
-    ]
+    messages = [record.getMessage() for record in caplog.records if "sails_of_3" in record.getMessage()]
+    assert messages == ["requests have a field that this server does not know and ignores: sails_of_3"]
 
 
 VALUES: dict[str, Any] = {
@@ -151,7 +166,7 @@ def test_what_changes_the_answer_and_is_not_supported_is_named(url, name):
         paths.remove(PLAIN)
     for path in paths:
         reply = post(url, path, **{name: VALUES.get(name, True)})
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
+        assert_field_refused(reply, name)
 
 
 BAD = [
@@ -188,20 +203,23 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "fields", "param"), BAD)
 def test_bad_values_are_named(url, path, fields, param):
-    reply = post(url, path, **fields)
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+    assert_field_refused(post(url, path, **fields), param)
 
 
 # The choice of tokens
 
 
 class SlowPenalties(LogitsProcessor):
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+    """Penalties of the answer's tokens, one by one."""
+
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.presence = presence
+        self.frequency = frequency
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         scores = scores.clone()
-        answer = input_ids[0, self.prompt :].tolist()
+        answer = input_ids[0, self.prompt_tokens :].tolist()
         for token in range(scores.shape[1]):
             if token in answer:
                 scores[0, token] -= self.presence + self.frequency * answer.count(token)
@@ -210,22 +228,23 @@ class SlowPenalties(LogitsProcessor):
 
 @pytest.mark.parametrize(("presence", "frequency"), [(2.0, 0.0), (0.0, 1.5), (-1.0, 0.5)])
 def test_penalties_are_for_tokens_of_the_answer(target, url, presence, frequency):
-    prompt = len(target.tokenizer(TEXT)["input_ids"])
-    expected = alone(target, logits_processor=[SlowPenalties(prompt, presence, frequency)], max_new_tokens=30)
+    prompt_tokens = len(target.tokenizer(TEXT)["input_ids"])
+    penalties = SlowPenalties(prompt_tokens, presence, frequency)
+    expected = alone(target, logits_processor=[penalties], max_new_tokens=30)
     body = answer(url, presence_penalty=presence, frequency_penalty=frequency, max_tokens=30)
     assert text_of(body) == expected
-    assert (presence, frequency) == (-1.0, 0.5) or expected != alone(target, max_new_tokens=30)
+    if (presence, frequency) != (-1.0, 0.5):
+        assert expected != alone(target, max_new_tokens=30)
 
 
 def test_biases(target, url):
-    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    first, second = generate(target.model, ids, METHOD, max_new_tokens=2)[0].tolist()
-    banned = {str(first): -100, str(second): -100}
+    first, second = tokens_alone(target, 2)
     expected = alone(target, suppress_tokens=[first, second])
-    assert text_of(answer(url, logit_bias=banned)) == expected != alone(target)
-    (sea,) = target.tokenizer("sea", add_special_tokens=False)["input_ids"][-1:]
-    wanted = answer(url, logit_bias={str(sea): 100.0}, max_tokens=3)
-    assert text_of(wanted) == target.tokenizer.decode([sea] * 3)
+    assert expected != alone(target)
+    assert text_of(answer(url, logit_bias={str(first): -100, str(second): -100})) == expected
+    sea = target.tokenizer("sea", add_special_tokens=False)["input_ids"][-1]
+    body = answer(url, logit_bias={str(sea): 100.0}, max_tokens=3)
+    assert text_of(body) == target.tokenizer.decode([sea] * 3)
 
 
 def test_min_p_and_top_k_sample_as_generate_does(target, url):
@@ -242,44 +261,49 @@ def test_min_p_and_top_k_sample_as_generate_does(target, url):
 
 @pytest.fixture
 def ending(target):
-    """A server whose model ends its answer after five tokens, and these."""
-    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    tokens = generate(target.model, ids, METHOD, max_new_tokens=TOKENS)[0].tolist()
-    config, before = target.model.generation_config, target.model.generation_config.eos_token_id
+    """A server whose model ends its answer with the fifth token, and the tokens of the answer that goes on."""
+    tokens = tokens_alone(target)
+    config = target.model.generation_config
+    end_before = config.eos_token_id
     config.eos_token_id = [tokens[4]]
     try:
         with serving(target) as (url, _):
             yield url, tokens
     finally:
-        config.eos_token_id = before
+        config.eos_token_id = end_before
 
 
 def test_end_tokens_may_be_ignored_or_wait(target, ending):
     url, tokens = ending
     length = tokens.index(tokens[4]) + 1
-    body = answer(url)
-    assert body["usage"]["completion_tokens"] == length and body["choices"][0]["finish_reason"] == "stop"
-    body = answer(url, ignore_eos=True)
-    assert text_of(body) == target.tokenizer.decode(tokens, skip_special_tokens=True)
-    assert body["usage"]["completion_tokens"] == TOKENS and body["choices"][0]["finish_reason"] == "length"
-    body = answer(url, ignore_eos=True, max_tokens=length)
-    assert body["choices"][0]["finish_reason"] == "length", "its last token is an end token by chance"
-    body = answer(url, min_tokens=9)
-    assert text_of(body) == alone(target, min_new_tokens=9) and body["usage"]["completion_tokens"] >= 9
+
+    def end_of(body: dict[str, Any]) -> tuple[int, str]:
+        return body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]
+
+    assert end_of(answer(url)) == (length, "stop")
+    endless = answer(url, ignore_eos=True)
+    assert text_of(endless) == target.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert end_of(endless) == (TOKENS, "length")
+    _, reason = end_of(answer(url, ignore_eos=True, max_tokens=length))
+    assert reason == "length", "its last token is an end token by chance"
+    late = answer(url, min_tokens=9)
+    assert text_of(late) == alone(target, min_new_tokens=9)
+    assert late["usage"]["completion_tokens"] >= 9
 
 
 def test_stops_wait_for_the_least_number_of_tokens(target, url):
-    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    tokens = generate(target.model, ids, METHOD, max_new_tokens=30)[0].tolist()
-    stop = target.tokenizer.decode(tokens[2:3])
+    stop_token = tokens_alone(target, 30)[2]
+    stop = target.tokenizer.decode([stop_token])
     text = alone(target, max_new_tokens=30)
-    body = answer(url, stop=stop, max_tokens=30)
-    assert text_of(body) == text[: text.index(stop)]
-    for fields in ({"stop": stop, "min_tokens": 3}, {"stop_token_ids": [tokens[2]], "min_tokens": 3}):
-        body = answer(url, max_tokens=30, **fields)
-        assert body["usage"]["completion_tokens"] > 3 and streamed(url, max_tokens=30, **fields)[0][0] == text_of(body)
-    banned = alone(target, suppress_tokens=[tokens[2]], max_new_tokens=3)
-    assert text_of(body).startswith(banned), "a stop token is not chosen before"
+    assert text_of(answer(url, stop=stop, max_tokens=30)) == text[: text.index(stop)]
+    cases: list[dict[str, Any]] = [{"stop": stop}, {"stop_token_ids": [stop_token]}]
+    for stops in cases:
+        body = answer(url, max_tokens=30, min_tokens=3, **stops)
+        assert body["usage"]["completion_tokens"] > 3
+        texts, _, _ = streamed(url, max_tokens=30, min_tokens=3, **stops)
+        assert texts == texts_of(body)
+    without = alone(target, suppress_tokens=[stop_token], max_new_tokens=3)
+    assert text_of(body).startswith(without), "a stop token is not chosen before"
 
 
 # Several answers, several prompts
@@ -287,25 +311,26 @@ def test_stops_wait_for_the_least_number_of_tokens(target, url):
 
 def test_several_answers_to_a_prompt_come_from_one_prefill(target):
     with serving(target) as (url, engine):
-        prompt = len(target.tokenizer(TEXT)["input_ids"])
+        prompt_tokens = len(target.tokenizer(TEXT)["input_ids"])
         body = answer(url, n=3)
-        assert [text_of(body, index) for index in range(3)] == [alone(target)] * 3
+        assert texts_of(body) == [alone(target)] * 3
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-        assert body["usage"]["prompt_tokens"] == prompt and body["usage"]["completion_tokens"] == 3 * TOKENS
+        assert body["usage"]["prompt_tokens"] == prompt_tokens
+        assert body["usage"]["completion_tokens"] == 3 * TOKENS
         assert body["usage"]["prompt_tokens_details"]["kept_entries"] == 40
-        assert engine.totals.prompt_tokens == prompt and engine.totals.ended["length"] == 3
+        assert engine.totals.prompt_tokens == prompt_tokens
+        assert engine.totals.ended["length"] == 3
 
         fields: dict[str, Any] = {"n": 4, "temperature": 1.5, "seed": 7}
-        options: dict[str, Any] = {
-            "do_sample": True,
-            "temperature": 1.5,
-            "top_k": target.model.generation_config.top_k or 0,
-        }
-        expected = [alone(target, seed=7 + number, **options) for number in range(4)]
+        top_k = target.model.generation_config.top_k or 0
+        options: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": top_k}
+        expected = [alone(target, seed=seed, **options) for seed in (7, 8, 9, 10)]
+        assert len({*expected}) > 1
         body = answer(url, **fields)
-        assert [text_of(body, index) for index in range(4)] == expected and len({*expected}) > 1
+        assert texts_of(body) == expected
         texts, choices, usage = streamed(url, **fields)
-        assert [texts[index] for index in range(4)] == expected and usage == body["usage"]
+        assert texts == expected
+        assert usage == body["usage"]
         assert [choice["finish_reason"] for choice in choices].count("length") == 4
 
 
@@ -313,34 +338,37 @@ def test_several_answers_to_a_prompt_come_from_one_prefill(target):
 def test_chats_with_several_answers(url, stream):
     expected = text_of(answer(url, CHAT))
     if not stream:
-        body = answer(url, CHAT, n=2)
-        assert [text_of(body, index) for index in range(2)] == [expected] * 2
+        assert texts_of(answer(url, CHAT, n=2)) == [expected] * 2
         return
     texts, choices, _ = streamed(url, CHAT, n=2)
-    assert texts == {0: expected, 1: expected}
-    roles = [choice["index"] for choice in choices if choice["delta"].get("role") == "assistant"]
-    assert roles == [0, 1]
+    assert texts == [expected] * 2
+    begun = [choice["index"] for choice in choices if choice["delta"].get("role") == "assistant"]
+    assert begun == [0, 1]
 
 
 def test_lists_of_prompts(target, url):
-    texts = [TEXT, "Two ships. " * 30, "One"]
-    ids = target.tokenizer(texts)["input_ids"]
-    expected = [alone(target, text) for text in texts]
-    for prompts in (texts, ids, [ids[0], texts[1], ids[2]]):
-        body = answer(url, prompt=prompts)
-        assert [text_of(body, index) for index in range(3)] == expected
-        assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
-    body = answer(url, prompt=texts, n=2)
-    assert [text_of(body, index) for index in range(6)] == [text for text in expected for _ in range(2)]
-    assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
-    found, _, _ = streamed(url, prompt=texts, n=2)
-    assert [found[index] for index in range(6)] == [text for text in expected for _ in range(2)]
+    prompts = [TEXT, "Two ships. " * 30, "One"]
+    ids = target.tokenizer(prompts)["input_ids"]
+    prompt_tokens = sum(map(len, ids))
+    expected = [alone(target, prompt) for prompt in prompts]
+    for texts_or_ids in (prompts, ids, [ids[0], prompts[1], ids[2]]):
+        body = answer(url, prompt=texts_or_ids)
+        assert texts_of(body) == expected
+        assert body["usage"]["prompt_tokens"] == prompt_tokens
+    first, second, third = expected
+    twice_each = [first, first, second, second, third, third]
+    body = answer(url, prompt=prompts, n=2)
+    assert texts_of(body) == twice_each
+    assert body["usage"]["prompt_tokens"] == prompt_tokens
+    texts, _, _ = streamed(url, prompt=prompts, n=2)
+    assert texts == twice_each
 
 
 def test_a_list_of_prompts_needs_room_for_all(target):
     with serving(target, waiting=2) as (url, engine):
         assert post(url, PLAIN, prompt=["a", "b"]).status_code == 200
-        assert post(url, PLAIN, prompt=["a", "b", "c"]).json()["error"]["param"] == "prompt"
+        too_many = post(url, PLAIN, prompt=["a", "b", "c"])
+        assert too_many.json()["error"]["param"] == "prompt"
         assert post(url, PLAIN, prompt=["a", [99999]]).status_code == 400
         assert engine.load == (0, 0)
 
@@ -349,39 +377,45 @@ def test_a_list_of_prompts_needs_room_for_all(target):
 
 
 def reference_logprobs(target: Any, text: str = TEXT) -> tuple[list[int], torch.Tensor]:
+    """The tokens of an answer of transformers, and the log-probabilities of the vocabulary at each."""
     ids = target.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
     output: Any = target.model.generate(ids, custom_generate=METHOD, max_new_tokens=TOKENS, **options)
-    return output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).log_softmax(-1)
+    tokens = output.sequences[0, ids.shape[1] :].tolist()
+    return tokens, torch.cat(output.logits).log_softmax(-1)
 
 
 def test_logprobs_of_completions(target, url):
-    tokens, logprobs = reference_logprobs(target)
+    tokens, expected = reference_logprobs(target)
     body = answer(url, logprobs=3, logit_bias={"5": -1}, temperature=0)
-    found = body["choices"][0]["logprobs"]
-    assert found["tokens"] == [target.tokenizer.decode([token]) for token in tokens]
-    chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert found["token_logprobs"] == pytest.approx(chosen.tolist())
-    assert "".join(found["tokens"]) == text_of(body)
-    for token, top, row, offset in zip(tokens, found["top_logprobs"], logprobs, found["text_offset"], strict=True):
-        values, ids = row.topk(3)
-        names = dict(zip(map(target.tokenizer.decode, ids.tolist()), values.tolist(), strict=True))
-        assert top == pytest.approx(names) and text_of(body)[offset:].startswith(target.tokenizer.decode([token]))
-    assert answer(url, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] is None
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [target.tokenizer.decode([token]) for token in tokens]
+    assert "".join(logprobs["tokens"]) == text_of(body)
+    expected_of_tokens = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert logprobs["token_logprobs"] == pytest.approx(expected_of_tokens.tolist())
+    rows = zip(logprobs["tokens"], logprobs["text_offset"], logprobs["top_logprobs"], expected, strict=True)
+    for token, offset, top, expected_row in rows:
+        assert text_of(body)[offset:].startswith(token)
+        values, ids = expected_row.topk(3)
+        names = [target.tokenizer.decode(token_id) for token_id in ids.tolist()]
+        assert top == pytest.approx(dict(zip(names, values.tolist(), strict=True)))
+    without_top = answer(url, logprobs=0)["choices"][0]["logprobs"]
+    assert without_top["top_logprobs"] is None
 
 
 def test_logprobs_of_chats(target, url):
     rendered = target.tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
-    tokens, logprobs = reference_logprobs(target, rendered)
+    tokens, expected = reference_logprobs(target, rendered)
     body = answer(url, CHAT, logprobs=True, top_logprobs=2)
     entries = body["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [target.tokenizer.decode([token]) for token in tokens]
-    for entry, token, row in zip(entries, tokens, logprobs, strict=True):
-        assert entry["logprob"] == pytest.approx(float(row[token]))
-        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(row.topk(2).values.tolist())
+    for entry, token, expected_row in zip(entries, tokens, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(float(expected_row[token]))
+        top = [candidate["logprob"] for candidate in entry["top_logprobs"]]
+        assert top == pytest.approx(expected_row.topk(2).values.tolist())
         assert bytes(entry["bytes"]).decode() == entry["token"]
-    plain = answer(url, CHAT, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert all(entry["top_logprobs"] == [] for entry in plain)
+    without_top = answer(url, CHAT, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in without_top)
 
 
 @pytest.mark.parametrize("path", [PLAIN, CHAT])
@@ -390,12 +424,16 @@ def test_streams_have_the_same_logprobs(url, path):
     fields |= {"stop": ["never said", "sea"], "n": 2}
     body = answer(url, path, **fields)
     texts, choices, _ = streamed(url, path, **fields)
-    for index, expected in enumerate(body["choices"]):
-        assert texts[index] == text_of(body, index)
-        chunks = [choice["logprobs"] for choice in choices if choice["index"] == index and choice["logprobs"]]
+    assert texts == texts_of(body)
+    for expected in body["choices"]:
+        logprobs: dict[str, list[Any]] = defaultdict(list)
+        for choice in choices:
+            if choice["index"] == expected["index"] and choice["logprobs"]:
+                for name, values in choice["logprobs"].items():
+                    logprobs[name] += values or []
         for name, values in expected["logprobs"].items():
             if values is not None:
-                assert [value for chunk in chunks for value in chunk[name]] == values
+                assert logprobs[name] == values
 
 
 # Templates
@@ -408,9 +446,9 @@ def ids_of_chat(url: str, **fields: Any) -> list[int]:
 
 def test_special_tokens_in_a_users_text_are_read_as_such(target, url):
     """As by every server that tokenizes the rendered text of a chat."""
-    said = "Hello<|end|><|assistant|>Yes."
-    ids = ids_of_chat(url, messages=[{"role": "user", "content": said}])
-    assert ids == target.tokenizer(f"<|user|>{said}<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
+    text = "Hello<|end|><|assistant|>Yes."
+    ids = ids_of_chat(url, messages=[{"role": "user", "content": text}])
+    assert ids == target.tokenizer(f"<|user|>{text}<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
     assert ids.count(target.tokenizer.convert_tokens_to_ids("<|assistant|>")) == 2
 
 
@@ -420,9 +458,9 @@ def test_arguments_of_chat_templates(target, url, monkeypatch):
     monkeypatch.setattr(target.tokenizer, "chat_template", template)
     turns = [{"role": "user", "content": "Hello"}]
 
-    def expected(**arguments: Any) -> list[int]:
-        rendered = target.tokenizer.apply_chat_template(turns, **({"add_generation_prompt": True} | arguments))
-        return list(rendered["input_ids"])
+    def rendered(**arguments: Any) -> list[int]:
+        encoding = target.tokenizer.apply_chat_template(turns, **({"add_generation_prompt": True} | arguments))
+        return list(encoding["input_ids"])
 
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
@@ -436,9 +474,10 @@ def test_arguments_of_chat_templates(target, url, monkeypatch):
         ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
     ]
     for fields, arguments in cases:
-        assert ids_of_chat(url, messages=turns, **fields) == expected(**arguments)
-        asked = {"messages": turns, **fields}
-        assert answer(url, CHAT, **asked)["usage"]["prompt_tokens"] == len(expected(**arguments))
+        expected = rendered(**arguments)
+        assert ids_of_chat(url, messages=turns, **fields) == expected
+        usage = answer(url, CHAT, messages=turns, **fields)["usage"]
+        assert usage["prompt_tokens"] == len(expected)
 
 
 def test_an_answer_may_continue_the_last_message(target, url):
@@ -458,25 +497,33 @@ def test_tool_calls_of_earlier_turns_may_be_continued(target, url, monkeypatch):
         {"role": "tool", "tool_call_id": "c", "content": "9 degrees"},
     ]
     text = target.tokenizer.decode(ids_of_chat(url, messages=turns))
-    assert '<call>{"name": "weather", "arguments": {"city": "Ulm"}}</call>' in text and "9 degrees" in text
+    assert '<call>{"name": "weather", "arguments": {"city": "Ulm"}}</call>' in text
+    assert "9 degrees" in text
 
 
 # Tokens, versions, probes
 
 
 def test_tokens_and_texts(target, url):
+    def tokenize(body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{url}/tokenize", json=body)
+
     for special in (True, False):
-        asked = {"model": "tiny", "prompt": "Two ships", "add_special_tokens": special, "return_token_strs": True}
-        body = httpx.post(f"{url}/tokenize", json=asked).raise_for_status().json()
+        fields = {"model": "tiny", "prompt": "Two ships", "add_special_tokens": special, "return_token_strs": True}
+        body = tokenize(fields).raise_for_status().json()
         ids = target.tokenizer("Two ships", add_special_tokens=special)["input_ids"]
-        assert body["tokens"] == ids and body["count"] == len(ids) and body["max_model_len"] == 4096
+        assert body["tokens"] == ids
+        assert body["count"] == len(ids)
+        assert body["max_model_len"] == 4096
         assert "".join(body["token_strs"]) == "Two ships"
     reply = httpx.post(f"{url}/detokenize", json={"tokens": ids})
     assert reply.raise_for_status().json() == {"prompt": "Two ships"}
-    for body, words in (({}, "either prompt or messages"), ({"prompt": "a", "messages": TURNS}, "either")):
-        assert words in httpx.post(f"{url}/tokenize", json=body).json()["error"]["message"]
+    neither = tokenize({}).json()["error"]["message"]
+    assert "either prompt or messages" in neither
+    both = tokenize({"prompt": "a", "messages": TURNS}).json()["error"]["message"]
+    assert "either" in both
     assert httpx.post(f"{url}/detokenize", json={"tokens": [99999]}).status_code == 400
-    assert httpx.post(f"{url}/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+    assert tokenize({"model": "other", "prompt": "a"}).status_code == 404
 
 
 def test_the_version_and_probes(url):
@@ -490,32 +537,32 @@ def test_the_version_and_probes(url):
 
 def test_text_about_prefixes_is_text_and_a_header_is_not(url):
     name = f"[[keepsight:{'0f' * 16}]]"
+    question = {"role": "user", "content": "Why?"}
     for text in (f"Look: {name}", f"`{name}`", "[[keepsight:ID]] stands for a document"):
         assert post(url, PLAIN, prompt=text).status_code == 200
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{name} is an id"}]
-        assert post(url, CHAT, messages=[*turns, {"role": "user", "content": "Why?"}]).status_code == 200
+        assert post(url, CHAT, messages=[*turns, question]).status_code == 200
     body = {"model": "tiny", "prompt": "Why?", "max_tokens": 2}
     reply = httpx.post(url + PLAIN, json=body, headers={"keepsight-prefix": "0f" * 16})
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == "keepsight.prefix"
+    assert_field_refused(reply, "keepsight.prefix")
 
 
 # Budgets
 
 
 def test_a_budget_of_a_request(target):
+    budgets: list[Any] = [None, 20, 60, 0.3]
     with serving(target, service={"max_budget": 60}) as (url, _), ThreadPoolExecutor(4) as pool:
-        budgets: list[Any] = [None, 20, 60, 0.3]
         bodies = [*pool.map(lambda budget: answer(url, keepsight={"budget": budget}, max_tokens=40), budgets)]
         for budget, body in zip(budgets, bodies, strict=True):
-            method = METHOD
-            if budget is not None:
-                method = type(METHOD)(budget, window=8)
+            method = METHOD if budget is None else type(METHOD)(budget, window=8)
             assert text_of(body) == alone(target, method=method, max_new_tokens=40)
         kept = [body["usage"]["prompt_tokens_details"]["kept_entries"] for body in bodies]
-        tokens = bodies[0]["usage"]["prompt_tokens"]
-        assert kept == [40, 20, 60, round(0.3 * tokens)] and kept[3] <= 60
+        share = round(0.3 * bodies[0]["usage"]["prompt_tokens"])
+        assert share <= 60
+        assert kept == [40, 20, 60, share]
         reply = post(url, PLAIN, prompt=TEXT * 3, keepsight={"budget": 0.3})
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == "keepsight.budget"
+        assert_field_refused(reply, "keepsight.budget")
 
 
 def test_a_method_without_a_budget(target):
@@ -523,4 +570,4 @@ def test_a_method_without_a_budget(target):
         app = Service(engine, target, name="tiny", key=None, answer_tokens=20, max_bytes=1 << 16).app()
         with running(app, engine) as (url, _):
             reply = post(url, PLAIN, keepsight={"budget": 20})
-            assert reply.status_code == 400 and reply.json()["error"]["param"] == "keepsight.budget"
+            assert_field_refused(reply, "keepsight.budget")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SERVERS = {"that ends": "print('served')", "that runs": "import time; print('served', flush=True); time.sleep(60)"}
+SERVER_THAT_ENDS = "print('served')"
+SERVER_THAT_RUNS = "import time; print('served', flush=True); time.sleep(60)"
 
 
 def launched(folder: Path, server: str) -> "subprocess.Popen[str]":
@@ -30,17 +31,23 @@ def launched(folder: Path, server: str) -> "subprocess.Popen[str]":
 
 
 def test_a_server_that_ends_while_its_parent_runs(tmp_path: Path) -> None:
-    with launched(tmp_path, SERVERS["that ends"]) as child:
+    with launched(tmp_path, SERVER_THAT_ENDS) as child:
         code = child.wait(60)
-        assert child.stdout is not None and child.stderr is not None
-        assert (code, child.stdout.read(), child.stderr.read()) == (0, "served\n", "")
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert code == 0
+        assert child.stdout.read() == "served\n"
+        assert child.stderr.read() == ""
 
 
-@pytest.mark.parametrize("sent", ["", "bytes that nobody reads"])
-def test_a_server_ends_with_its_parent(tmp_path: Path, sent: str) -> None:
-    with launched(tmp_path, SERVERS["that runs"]) as child:
-        assert child.stdout is not None and child.stdin is not None and child.stderr is not None
+@pytest.mark.parametrize("text", ["", "bytes that nobody reads"])
+def test_a_server_ends_with_its_parent(tmp_path: Path, text: str) -> None:
+    with launched(tmp_path, SERVER_THAT_RUNS) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
         assert child.stdout.readline() == "served\n"
-        child.stdin.write(sent)
+        child.stdin.write(text)
         child.stdin.close()
-        assert child.wait(30) == -15 and "Fatal" not in child.stderr.read()
+        assert child.wait(30) == -15
+        assert "Fatal" not in child.stderr.read()

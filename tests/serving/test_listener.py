@@ -18,10 +18,10 @@ from keepsight.serving.engine import Engine
 from keepsight.serving.listener import Listening
 from keepsight.serving.server import Service
 from tests.refused import refused
-from tests.serving.loopback import METHOD, running, wait_until
+from tests.serving.loopback import METHOD, events_of, running, wait_until
 
 PLAIN = "/v1/completions"
-LONG: dict[str, Any] = {"model": "tiny", "prompt": "The ship sailed on. " * 20, "max_tokens": 3500}
+REQUEST: dict[str, Any] = {"model": "tiny", "prompt": "The ship sailed on. " * 20, "max_tokens": 3500}
 
 
 @pytest.fixture(autouse=True)
@@ -47,68 +47,91 @@ def stoppable(target, options: Listening, read_timeout: float = 60) -> Iterator[
             yield url, engine, server
 
 
-def events_of(url: str, asked: dict[str, Any]) -> list[str]:
-    """The data of a stream's events."""
-    reply = httpx.post(url + PLAIN, json=asked | {"stream": True}, timeout=60)
+def streamed(url: str, **fields: Any) -> list[str]:
+    """The data of the events of a streamed answer."""
+    reply = httpx.post(url + PLAIN, json=REQUEST | {"stream": True} | fields, timeout=60)
     assert reply.status_code == 200
-    return [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    return events_of(reply.text)
+
+
+def post(url: str) -> httpx.Response:
+    return httpx.post(url + PLAIN, json=REQUEST, timeout=60)
 
 
 def test_waiting_requests_get_503_at_once_and_running_ones_finish(target, monkeypatch):
-    may_decode, decode = threading.Event(), Engine._decode
+    may_decode = threading.Event()
+    decode = Engine._decode
 
-    def held(self):
+    def wait_and_decode(self):
         assert may_decode.wait(60)
         decode(self)
 
-    monkeypatch.setattr(Engine, "_decode", held)
+    monkeypatch.setattr(Engine, "_decode", wait_and_decode)
     may_decode.set()
     with stoppable(target, Listening(grace=60)) as (url, engine, server), ThreadPoolExecutor(3) as pool:
-        running_one = pool.submit(events_of, url, LONG | {"max_tokens": 40})
+        decoded = pool.submit(streamed, url, max_tokens=40)
         wait_until(lambda: engine.totals.generated_tokens > 0)
         may_decode.clear()
-        whole = pool.submit(httpx.post, url + PLAIN, json=LONG, timeout=60)
-        stream = pool.submit(events_of, url, LONG)
+        waiting = pool.submit(post, url)
+        waiting_stream = pool.submit(streamed, url)
         wait_until(lambda: engine.load == (1, 2))
         server.should_exit = True
-        reply, events = whole.result(), stream.result()
-        assert not running_one.done(), "it is still decoded"
+
+        reply = waiting.result()
+        *_, error, end = waiting_stream.result()
+        assert not decoded.done(), "it is still decoded"
         may_decode.set()
-        assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]
+        assert reply.status_code == 503
+        assert "shutting down" in reply.json()["error"]["message"]
         assert reply.headers["retry-after"] == "1"
-        assert json.loads(events[-2])["error"]["code"] == 503 and events[-1] == "[DONE]"
-        answer = running_one.result()
-        assert json.loads(answer[-2])["choices"][0]["finish_reason"] == "length" and answer[-1] == "[DONE]"
+        assert json.loads(error)["error"]["code"] == 503
+        assert end == "[DONE]"
+
+        *_, chunk, end = decoded.result()
+        assert json.loads(chunk)["choices"][0]["finish_reason"] == "length"
+        assert end == "[DONE]"
     assert engine.totals.generated_tokens == 40
 
 
 def test_answers_that_outlast_the_grace_end_with_an_error(target):
     with stoppable(target, Listening(grace=1)) as (url, engine, server), ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(events_of, url, LONG)
+        stream = pool.submit(streamed, url)
         wait_until(lambda: engine.totals.generated_tokens > 0)
         start = time.monotonic()
         server.should_exit = True
-        *texts, error, last = stream.result()
-        assert json.loads(error)["error"]["code"] == 503 and last == "[DONE]" and texts
-        assert time.monotonic() - start < 10 and engine.totals.generated_tokens < 3500
+        *texts, error, end = stream.result()
+        assert time.monotonic() - start < 10
+        assert texts
+        assert json.loads(error)["error"]["code"] == 503
+        assert end == "[DONE]"
+        assert engine.totals.generated_tokens < 3500
 
 
-def test_a_whole_answer_that_outlasts_the_grace_is_a_503(target):
+def test_an_unstreamed_answer_that_outlasts_the_grace_is_a_503(target):
     with stoppable(target, Listening(grace=0)) as (url, engine, server), ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(httpx.post, url + PLAIN, json=LONG, timeout=60)
+        answer = pool.submit(post, url)
         wait_until(lambda: engine.totals.generated_tokens > 0)
         server.should_exit = True
-        assert whole.result().status_code == 503
+        assert answer.result().status_code == 503
 
 
 # Connections
 
 
-def connected(url: str, sent: bytes = b"") -> socket.socket:
+def connected(url: str, request: bytes = b"") -> socket.socket:
+    """A connection on which some bytes were sent."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=20)
-    connection.sendall(sent)
+    connection.sendall(request)
     return connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    reply = b""
+    while part := connection.recv(4096):
+        reply += part
+    return reply
 
 
 def head(length: int) -> bytes:
@@ -117,7 +140,7 @@ def head(length: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("sent", "replies"),
+    ("request_bytes", "reply"),
     [
         (b"", b""),
         (b"GET /health HTTP/1.1\r\nHost: loc", b""),
@@ -126,24 +149,23 @@ def head(length: int) -> bytes:
     ],
     ids=["nothing", "half of its head", "one request", "one and a half"],
 )
-def test_idle_connections_and_half_requests_are_closed(target, sent, replies):
+def test_idle_connections_and_half_requests_are_closed(target, request_bytes, reply):
     options = Listening(grace=5, keep_alive=1, read_timeout=1)
-    with stoppable(target, options) as (url, _, _), connected(url, sent) as connection:
+    with stoppable(target, options) as (url, _, _), connected(url, request_bytes) as connection:
         start = time.monotonic()
-        received = b"".join(iter(lambda: connection.recv(4096), b""))
-        assert received.startswith(replies) and 0.5 < time.monotonic() - start < 10
+        assert received(connection).startswith(reply)
+        assert 0.5 < time.monotonic() - start < 10
 
 
 def test_half_a_body_is_refused_and_a_slow_one_is_not_kept(target):
     options = Listening(grace=5, keep_alive=1, read_timeout=1)
-    sent = head(100) + b'{"model"'
-    with stoppable(target, options, read_timeout=1) as (url, _, _), connected(url, sent) as connection:
+    half = head(100) + b'{"model"'
+    with stoppable(target, options, read_timeout=1) as (url, _, _), connected(url, half) as connection:
         start = time.monotonic()
-        received = b""
-        while part := connection.recv(4096):
-            received += part
-        assert b"408" in received.split(b"\r\n")[0] and b"read_timeout" in received
+        reply = received(connection)
         assert time.monotonic() - start < 10
+        assert b"408" in reply.split(b"\r\n")[0]
+        assert b"read_timeout" in reply
 
 
 def test_bytes_after_a_refusal_do_not_keep_a_connection(target):
@@ -169,21 +191,27 @@ def test_idle_connections_make_room(target):
 def test_connections_beyond_the_limit_are_told_so(target):
     with stoppable(target, Listening(grace=1, connections=2)) as (url, engine, _), ExitStack() as held:
         for _ in range(2):
-            held.enter_context(httpx.stream("POST", url + PLAIN, json=LONG | {"stream": True}, timeout=60))
+            held.enter_context(httpx.stream("POST", url + PLAIN, json=REQUEST | {"stream": True}, timeout=60))
         with connected(url) as connection:
-            received = b"".join(iter(lambda: connection.recv(4096), b""))
-        lines, _, body = received.partition(b"\r\n\r\n")
-        assert lines.startswith(b"HTTP/1.1 503") and json.loads(body)["error"]["code"] == 503
+            lines, _, body = received(connection).partition(b"\r\n\r\n")
+        assert lines.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["code"] == 503
         assert engine.load[0] == 1
 
 
 def test_connections_stay_below_the_descriptors(monkeypatch):
     limits = [64, 1024]
+
+    def set_limits(_, soft_and_hard):
+        limits[:] = soft_and_hard
+
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, values: limits.__setitem__(slice(None), values))
-    assert listener._within_descriptors(200) == 200 and 224 < limits[0] < 1024, "raised as far as needed"
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    assert listener._within_descriptors(200) == 200
+    assert 224 < limits[0] < 1024, "raised as far as needed"
     limits[:] = [64, 512]
-    assert 300 < listener._within_descriptors(10_000) < 512 - 24 and limits == [512, 512]
+    assert 300 < listener._within_descriptors(10_000) < 512 - 24
+    assert limits == [512, 512]
     limits[:] = [8, 8]
     with refused("ulimit", "range"):
         listener._within_descriptors(10)

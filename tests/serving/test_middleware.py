@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,28 +15,22 @@ from keepsight.serving.export import export
 from keepsight.serving.prefix import placeholders
 from keepsight.serving.vllm.access import PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
-from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
+from tests.tiny import prompt_ids, tiny_model
 
 CHAT, COMPLETIONS = PATHS
 TEXT = "for item in the list:\n    print(item)"
 
 
-@pytest.fixture(scope="module")
-def rewriter(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_tokenizer().save_pretrained(str(folder))
-    return Rewriter(str(folder / "prefixes"), str(folder))
-
-
 def test_a_document_to_evict_from_is_read_as_keepsight_prefix_reads_it(rewriter: Rewriter):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
-    asked = {"messages": turns, "max_completion_tokens": 50, "kv_transfer_params": {"keepsight_evict": 64}}
-    found = rewriter.rewritten(CHAT, asked)
+    body = {"messages": turns, "max_completion_tokens": 50, "kv_transfer_params": {"keepsight_evict": 64}}
     before = "<|system|>Be brief.<|end|><|user|>"
     ids = rewriter.tokenizer(before + TEXT, add_special_tokens=False)["input_ids"]
     params = {"keepsight_evict": 64, "keepsight_before": before, "prompt_token_ids": ids}
-    assert found == asked | {"max_completion_tokens": 1, "kv_transfer_params": params}
-    assert rewriter.rewritten(CHAT, asked | {"kv_transfer_params": {"keepsight_evict": False}})["messages"] == turns
+    expected = body | {"max_completion_tokens": 1, "kv_transfer_params": params}
+    assert rewriter.rewritten(CHAT, body) == expected
+    plain = body | {"kv_transfer_params": {"keepsight_evict": False}}
+    assert rewriter.rewritten(CHAT, plain)["messages"] == turns
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -51,29 +46,48 @@ def test_a_document_to_evict_from_is_read_as_keepsight_prefix_reads_it(rewriter:
 )
 def test_what_cannot_be_evicted_from_is_refused(rewriter: Rewriter, path, changes, fields):
     turns = [{"role": "user", "content": TEXT}]
-    asked = {"messages": turns, "prompt": TEXT, "kv_transfer_params": {"keepsight_evict": True}}
+    body = {"messages": turns, "prompt": TEXT, "kv_transfer_params": {"keepsight_evict": True}}
     with pytest.raises(UserError) as error:
-        rewriter.rewritten(path, asked | changes)
+        rewriter.rewritten(path, body | changes)
     assert error.value.field in fields
 
 
 def sent(rewriter: Rewriter, path: str, body: bytes, **scope: Any) -> tuple[int, bytes]:
     """The status of a refusal and its body, or 0 and the body that the application behind is given."""
-    seen: list[Any] = []
+    results: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.extend([0, (await receive())["body"]])
+        message = await receive()
+        results.extend([0, message["body"]])
 
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Any) -> None:
-        seen.append(message.get("status", message.get("body")))
+        results.append(message.get("status", message.get("body")))
 
     headers = [(b"content-type", b"application/json")]
-    asked = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
-    asyncio.run(Prefixes(app, rewriter)(asked, receive, send))
-    return seen[0], seen[1]
+    request = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
+    asyncio.run(Prefixes(app, rewriter)(request, receive, send))
+    return results[0], results[1]
+
+
+def handed_on(rewriter: Rewriter, path: str, body: bytes, **scope: Any) -> Any:
+    """The body that the application behind is given; an AssertionError if the request is refused."""
+    status, changed = sent(rewriter, path, body, **scope)
+    assert status == 0, changed
+    return json.loads(changed)
+
+
+def error_of(rewriter: Rewriter, path: str, body: bytes, **scope: Any) -> dict[str, Any]:
+    """The error with which a request is refused with 400; an AssertionError if it is not."""
+    status, reply = sent(rewriter, path, body, **scope)
+    assert status == 400
+    return json.loads(reply)["error"]
+
+
+def encoded(body: Any) -> bytes:
+    return json.dumps(body).encode()
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +98,10 @@ def digest(rewriter: Rewriter):
 
 
 def test_a_prefix_is_found_behind_a_root_path(rewriter: Rewriter, digest):
-    body = json.dumps({"messages": [{"role": "user", "content": f"[[keepsight:{digest}]]Why?"}]}).encode()
-    for given in ({"path": CHAT}, {"path": f"/api{CHAT}", "root_path": "/api"}):
-        status, changed = sent(rewriter, body=body, **given)
-        assert status == 0 and len(json.loads(changed)["kv_transfer_params"]["prompt_token_ids"]) > 140
+    body = chat_body(digest, f"{NAME}Why?")
+    for scope in ({"path": CHAT}, {"path": f"/api{CHAT}", "root_path": "/api"}):
+        changed = handed_on(rewriter, body=body, **scope)
+        assert len(changed["kv_transfer_params"]["prompt_token_ids"]) > 140
 
 
 @pytest.mark.parametrize(
@@ -109,10 +123,10 @@ def test_a_prefix_is_found_behind_a_root_path(rewriter: Rewriter, digest):
     ],
 )
 def test_what_a_prefix_cannot_answer_is_refused(rewriter: Rewriter, digest, changes, param):
-    asked = {"messages": [{"role": "user", "content": f"[[keepsight:{digest}]]Why?"}]}
-    turns = [*changes.get("messages", []), *asked["messages"]]
-    status, said = sent(rewriter, CHAT, json.dumps(asked | changes | {"messages": turns}).encode())
-    assert status == 400 and json.loads(said)["error"]["param"] == param
+    question = {"role": "user", "content": f"[[keepsight:{digest}]]Why?"}
+    turns = [*changes.get("messages", []), question]
+    error = error_of(rewriter, CHAT, encoded(changes | {"messages": turns}))
+    assert error["param"] == param
 
 
 NAME = "[[keepsight:ID]]"
@@ -122,6 +136,9 @@ def chat_body(digest: str, *contents: Any, **options: Any) -> bytes:
     """A chat whose user messages have these contents, with the prefix's id in the place of ID."""
     turns = [{"role": "user", "content": content} for content in contents]
     return json.dumps({"messages": turns, **options}).replace("ID", digest).encode()
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
 def part(text: str) -> dict[str, str]:
@@ -142,10 +159,11 @@ def part(text: str) -> dict[str, str]:
 )
 def test_a_prefix_is_found_in_each_form_of_a_message(rewriter: Rewriter, digest, content, question):
     """These were answered as text, with 200 and an invented answer."""
-    status, changed = sent(rewriter, CHAT, chat_body(digest, content))
-    ids = json.loads(changed)["kv_transfer_params"]["prompt_token_ids"]
-    assert status == 0 and ids[:140] == placeholders(digest, 140, rewriter.alphabet)
-    assert rewriter.tokenizer.decode(ids[140:]) == f"{question}<|end|><|assistant|>".replace("ID", digest)
+    changed = handed_on(rewriter, CHAT, chat_body(digest, content))
+    ids = changed["kv_transfer_params"]["prompt_token_ids"]
+    assert ids[:140] == placeholders(digest, 140, rewriter.alphabet)
+    expected = f"{question}<|end|><|assistant|>".replace("ID", digest)
+    assert rewriter.tokenizer.decode(ids[140:]) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,79 +173,99 @@ def test_a_prefix_is_found_in_each_form_of_a_message(rewriter: Rewriter, digest,
         ([NAME], "no question"),
         ([f"{NAME} \n"], "no question"),
         ([[part(NAME), part(" ")]], "no question"),
-        ([[part(f"{NAME}Why?"), {"type": "image_url", "image_url": {"url": "data:"}}]], "text alone"),
-        ([f"{NAME}Why?", [{"type": "image_url", "image_url": {"url": "data:"}}]], "text alone"),
+        ([[part(f"{NAME}Why?"), IMAGE]], "text alone"),
+        ([f"{NAME}Why?", [IMAGE]], "text alone"),
     ],
 )
 def test_a_prefix_that_cannot_be_read_is_refused(rewriter: Rewriter, digest, contents, why):
-    status, said = sent(rewriter, CHAT, chat_body(digest, *contents))
-    assert status == 400 and why in json.loads(said)["error"]["message"]
+    error = error_of(rewriter, CHAT, chat_body(digest, *contents))
+    assert why in error["message"]
 
 
 def test_a_question_may_stand_in_a_later_message(rewriter: Rewriter, digest):
-    status, changed = sent(rewriter, CHAT, chat_body(digest, NAME, "Why?"))
-    ids = json.loads(changed)["kv_transfer_params"]["prompt_token_ids"]
-    assert status == 0 and str(rewriter.tokenizer.decode(ids[140:])).endswith("Why?<|end|><|assistant|>")
+    changed = handed_on(rewriter, CHAT, chat_body(digest, NAME, "Why?"))
+    ids = changed["kv_transfer_params"]["prompt_token_ids"]
+    assert str(rewriter.tokenizer.decode(ids[140:])).endswith("Why?<|end|><|assistant|>")
 
 
 def test_text_about_prefixes_is_text(rewriter: Rewriter, digest):
     """A page that was pasted, documentation, and what tools and answers say, whatever they begin with."""
     name = NAME.replace("ID", digest)
-    texts = ["What is [[keepsight:ID]]?", "keepsight: 0f0f", "0f" * 16, "[[keepsight]]", f"Look: {name}Why?"]
-    texts += [f"Why [[ Keepsight: {digest} ]]?", f"`{name}` is an id.", f"\n> {name}"]
+    texts = [
+        "What is [[keepsight:ID]]?",
+        "keepsight: 0f0f",
+        "0f" * 16,
+        "[[keepsight]]",
+        f"Look: {name}Why?",
+        f"Why [[ Keepsight: {digest} ]]?",
+        f"`{name}` is an id.",
+        f"\n> {name}",
+    ]
     for text in texts:
-        body = json.dumps({"messages": [{"role": "user", "content": text}], "prompt": text}).encode()
+        body = encoded({"messages": [{"role": "user", "content": text}], "prompt": text})
         for path in PATHS:
             assert sent(rewriter, path, body) == (0, body)
-    parts = json.dumps({"messages": [{"role": "user", "content": [part("Look:"), part(f"{name}Why?")]}]}).encode()
-    assert sent(rewriter, CHAT, parts) == (0, parts)
-    shown = "{% if message.role == 'tool' %}{{ message.content }}{% endif %}"
-    template = f"{{% for message in messages %}}{shown}{{% endfor %}}"
+    in_parts = encoded({"messages": [{"role": "user", "content": [part("Look:"), part(f"{name}Why?")]}]})
+    assert sent(rewriter, CHAT, in_parts) == (0, in_parts)
+    message = "{% if message.role == 'tool' %}{{ message.content }}{% endif %}"
+    template = f"{{% for message in messages %}}{message}{{% endfor %}}"
     for role in ("assistant", "tool"):
         turns = [{"role": "user", "content": "Why?"}, {"role": role, "content": f"{name}So."}]
-        body = json.dumps({"messages": turns, "chat_template": template}).encode()
+        body = encoded({"messages": turns, "chat_template": template})
         assert sent(rewriter, CHAT, body) == (0, body)
 
 
 def with_header(rewriter: Rewriter, path: str, body: Any, *ids: str) -> tuple[int, Any]:
     """The status, and the body of the reply or of the request that the application is given."""
-    headers = [(b"content-type", b"application/json"), *((b"keepsight-prefix", name.encode()) for name in ids)]
-    status, said = sent(rewriter, path, json.dumps(body).encode(), headers=headers)
-    return status, json.loads(said)
+    headers = [(b"content-type", b"application/json")]
+    headers += [(b"keepsight-prefix", name.encode()) for name in ids]
+    status, reply_or_request = sent(rewriter, path, encoded(body), headers=headers)
+    return status, json.loads(reply_or_request)
 
 
 @pytest.mark.parametrize("is_header", [False, True], ids=["field", "header"])
 def test_a_prefix_is_named_beside_the_messages(rewriter: Rewriter, digest, is_header: bool):
     """Then all that messages say is text, also what would name another prefix."""
     fields = {} if is_header else {"keepsight": {"prefix": digest}}
-    names = [digest] if is_header else []
-    spelled = placeholders(digest, 140, rewriter.alphabet)
-    for text in ("Why?", [part("Why"), part("not?")], f"[[keepsight:{'0f' * 16}]]Why?"):
-        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "So."}]
-        turns.append({"role": "user", "content": f"And [[keepsight:{digest}]]?"})
-        status, changed = with_header(rewriter, CHAT, {"messages": turns} | fields, *names)
-        ids = changed["kv_transfer_params"]["prompt_token_ids"]
-        said = text if isinstance(text, str) else "Why\nnot?"
-        rest = f"{said}<|end|><|assistant|>So.<|end|><|user|>And [[keepsight:{digest}]]?<|end|><|assistant|>"
-        assert status == 0 and ids[:140] == spelled and rewriter.tokenizer.decode(ids[140:]) == rest
+    headers = [digest] if is_header else []
+    prefix = placeholders(digest, 140, rewriter.alphabet)
+    foreign = f"[[keepsight:{'0f' * 16}]]Why?"
+    for content, text in (("Why?", "Why?"), ([part("Why"), part("not?")], "Why\nnot?"), (foreign, foreign)):
+        turns = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": "So."},
+            {"role": "user", "content": f"And [[keepsight:{digest}]]?"},
+        ]
+        status, changed = with_header(rewriter, CHAT, {"messages": turns} | fields, *headers)
+        assert status == 0
         assert "keepsight" not in changed
-    (why,) = (rewriter.tokenizer("Why?")["input_ids"],)
-    for prompt in ("Why?", why, ["Why?", why]):
-        status, changed = with_header(rewriter, COMPLETIONS, {"prompt": prompt} | fields, *names)
-        ids = changed["prompt"] if isinstance(changed["prompt"][0], int) else changed["prompt"][1]
-        assert status == 0 and ids == spelled + why
+        ids = changed["kv_transfer_params"]["prompt_token_ids"]
+        assert ids[:140] == prefix
+        after = f"{text}<|end|><|assistant|>So.<|end|><|user|>And [[keepsight:{digest}]]?<|end|><|assistant|>"
+        assert rewriter.tokenizer.decode(ids[140:]) == after
+    question = rewriter.tokenizer("Why?")["input_ids"]
+    for prompt in ("Why?", question):
+        status, changed = with_header(rewriter, COMPLETIONS, {"prompt": prompt} | fields, *headers)
+        assert status == 0
+        assert changed["prompt"] == prefix + question
+    status, changed = with_header(rewriter, COMPLETIONS, {"prompt": ["Why?", question]} | fields, *headers)
+    assert status == 0
+    assert changed["prompt"][1] == prefix + question
 
 
 def test_a_prefix_beside_a_system_message_is_read_after_it(rewriter: Rewriter):
     model = tiny_model()
     state = SnapKV(140, window=8).start(model, prompt_ids(210)[0])
     digest, _ = export(model, state, rewriter.store.root, before="<|system|>Be brief.<|end|><|user|>")
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    status, changed = with_header(rewriter, CHAT, {"messages": turns}, digest)
+    system = {"role": "system", "content": "Be brief."}
+    question = {"role": "user", "content": "Why?"}
+    status, changed = with_header(rewriter, CHAT, {"messages": [system, question]}, digest)
+    assert status == 0
     ids = changed["kv_transfer_params"]["prompt_token_ids"]
-    assert status == 0 and rewriter.tokenizer.decode(ids[140:]) == "Why?<|end|><|assistant|>"
-    status, said = with_header(rewriter, CHAT, {"messages": turns[1:]}, digest)
-    assert status == 400 and "after other text" in said["error"]["message"]
+    assert rewriter.tokenizer.decode(ids[140:]) == "Why?<|end|><|assistant|>"
+    status, reply = with_header(rewriter, CHAT, {"messages": [question]}, digest)
+    assert status == 400
+    assert "after other text" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +283,12 @@ def test_a_prefix_beside_a_system_message_is_read_after_it(rewriter: Rewriter):
     ],
 )
 def test_a_prefix_beside_the_messages_that_cannot_be_read(rewriter: Rewriter, digest, fields, names, param):
-    asked = {"messages": [{"role": "user", "content": "Why?"}]} | json.loads(json.dumps(fields).replace("ID", digest))
-    status, said = with_header(rewriter, CHAT, asked, *(name.replace("ID", digest) for name in names))
-    assert status == 400 and said["error"]["param"] == param
+    body = {"messages": [{"role": "user", "content": "Why?"}]} | fields
+    body = json.loads(json.dumps(body).replace("ID", digest))
+    headers = [name.replace("ID", digest) for name in names]
+    status, reply = with_header(rewriter, CHAT, body, *headers)
+    assert status == 400
+    assert reply["error"]["param"] == param
 
 
 def test_ids_of_other_tenants_give_nothing_away(rewriter: Rewriter, tmp_path):
@@ -256,43 +297,46 @@ def test_ids_of_other_tenants_give_nothing_away(rewriter: Rewriter, tmp_path):
     state = SnapKV(140, window=8).start(model, prompt_ids(220)[0])
     foreign, _ = export(model, state, tmp_path / "tenant", before="<|user|>")
 
-    def answers(name: str) -> list[str]:
-        asked = {"messages": [{"role": "user", "content": "Why?"}], "prompt": "Why?"}
+    def refusals(name: str) -> list[str]:
+        """What requests that name a prefix are answered, with the prefix's id left out."""
+        plain = {"messages": [{"role": "user", "content": "Why?"}], "prompt": "Why?"}
         spelled = [*placeholders(name, 140, rewriter.alphabet), 9]
         cut = [*spelled[:130], 9]
-        named = f"[[keepsight:{name}]]Why?"
-        found = [with_header(rewriter, path, asked, name) for path in PATHS]
+        text = f"[[keepsight:{name}]]Why?"
         bodies: list[dict[str, Any]] = [
-            {"messages": [{"role": "user", "content": named}], "prompt": named},
-            asked | {"keepsight": {"prefix": name}},
-            asked | {"prompt": spelled, "kv_transfer_params": {"prompt_token_ids": spelled}},
-            asked | {"prompt": cut, "kv_transfer_params": {"prompt_token_ids": cut}},
+            {"messages": [{"role": "user", "content": text}], "prompt": text},
+            plain | {"keepsight": {"prefix": name}},
+            plain | {"prompt": spelled, "kv_transfer_params": {"prompt_token_ids": spelled}},
+            plain | {"prompt": cut, "kv_transfer_params": {"prompt_token_ids": cut}},
         ]
-        for body in bodies:
-            found += [with_header(rewriter, path, body) for path in PATHS]
-        assert {status for status, _ in found} == {400}
-        return [json.dumps(said).replace(name, "ID") for _, said in found]
+        replies = []
+        for path in PATHS:
+            replies.append(with_header(rewriter, path, plain, name))
+            for body in bodies:
+                replies.append(with_header(rewriter, path, body))
+        assert {status for status, _ in replies} == {400}
+        return [json.dumps(reply).replace(name, "ID") for _, reply in replies]
 
-    assert answers(foreign) == answers("0f" * 16)
+    assert refusals(foreign) == refusals("0f" * 16)
 
 
 def test_prompts_of_completions_follow_the_same_rules(rewriter: Rewriter, digest):
     name = NAME.replace("ID", digest)
-    spelled = placeholders(digest, 140, rewriter.alphabet)
-    (why,) = (rewriter.tokenizer("Why?")["input_ids"],)
-    for prompt in (f" {name}Why?", f"{name}Why?", spelled + why, [f"{name}Why?", f"So: {name}Why?"]):
-        status, _ = sent(rewriter, COMPLETIONS, json.dumps({"prompt": prompt}).encode())
-        assert status == 0, prompt
-    refused = {
-        f"{name} ": "no question",
-        (rewriter.tokenizer.bos_token_id, *spelled, *why): "must be the first",
-        (*spelled, *spelled, *why): "must be the first",
-    }
-    for prompt, reason in refused.items():
-        asked = prompt if isinstance(prompt, str) else [*prompt]
-        for given in (asked, [asked, "Why?"]):
-            status, said = sent(rewriter, COMPLETIONS, json.dumps({"prompt": given}).encode())
-            assert status == 400 and reason in json.loads(said)["error"]["message"]
+    prefix = placeholders(digest, 140, rewriter.alphabet)
+    question = rewriter.tokenizer("Why?")["input_ids"]
+    begin = rewriter.tokenizer.bos_token_id
+    for prompt in (f" {name}Why?", f"{name}Why?", prefix + question, [f"{name}Why?", f"So: {name}Why?"]):
+        handed_on(rewriter, COMPLETIONS, encoded({"prompt": prompt}))
+    refused: list[tuple[Any, str]] = [
+        (f"{name} ", "no question"),
+        ([begin, *prefix, *question], "must be the first"),
+        ([*prefix, *prefix, *question], "must be the first"),
+    ]
+    for prompt, why in refused:
+        alone = error_of(rewriter, COMPLETIONS, encoded({"prompt": prompt}))
+        assert why in alone["message"]
+        in_a_list = error_of(rewriter, COMPLETIONS, encoded({"prompt": [prompt, "Why?"]}))
+        assert why in in_a_list["message"]
 
 
 def application(page: int = 16, kv_heads: int = 2, loras: Any = ()) -> Any:
@@ -318,50 +362,61 @@ def paged(rewriter: Rewriter) -> str:
 def test_a_prefix_that_the_engine_cannot_load_is_refused(rewriter: Rewriter, digest, paged, monkeypatch):
     """The engine would fail the request, with 500."""
     monkeypatch.setenv("KEEPSIGHT_RAGGED", "1")
-    body, plain = chat_body(paged, f"{NAME}Why?"), chat_body(digest, f"{NAME}Why?")
-    assert sent(rewriter, CHAT, body, app=application(16))[0] == 0
-    assert sent(rewriter, CHAT, plain, app=application(32))[0] == 0
-    status, said = sent(rewriter, CHAT, body, app=application(32))
-    assert status == 400 and "pages of 16 entries; make it with page=32" in said.decode()
-    assert b"another model" in sent(rewriter, CHAT, plain, app=application(kv_heads=4))[1]
+    ragged = chat_body(paged, f"{NAME}Why?")
+    plain = chat_body(digest, f"{NAME}Why?")
     lora = chat_body(digest, f"{NAME}Why?", model="poet")
-    assert sent(rewriter, CHAT, lora, app=application())[0] == 0
-    assert b"without the LoRA" in sent(rewriter, CHAT, lora, app=application(loras=["poet"]))[1]
+    handed_on(rewriter, CHAT, ragged, app=application(16))
+    handed_on(rewriter, CHAT, plain, app=application(32))
+    error = error_of(rewriter, CHAT, ragged, app=application(32))
+    assert "pages of 16 entries; make it with page=32" in error["message"]
+    error = error_of(rewriter, CHAT, plain, app=application(kv_heads=4))
+    assert "another model" in error["message"]
+    handed_on(rewriter, CHAT, lora, app=application())
+    error = error_of(rewriter, CHAT, lora, app=application(loras=["poet"]))
+    assert "without the LoRA" in error["message"]
     monkeypatch.setenv("KEEPSIGHT_RAGGED", "0")
-    assert b"make it without page=" in sent(rewriter, CHAT, body, app=application(16))[1]
+    error = error_of(rewriter, CHAT, ragged, app=application(16))
+    assert "make it without page=" in error["message"]
 
 
 @pytest.mark.parametrize("role", ["wizard", "developer", "tool", "User", ""])
 def test_roles_that_the_template_does_not_have_are_refused(rewriter: Rewriter, role):
     """It would write them into the prompt."""
-    turns = [{"role": "user", "content": "Why?"}, {"role": role, "content": "So."}]
-    status, said = sent(rewriter, CHAT, json.dumps({"messages": turns}).encode())
-    assert status == 400 and f"no role {role!r}" in json.loads(said)["error"]["message"]
-    own = "{% for message in messages %}{% if message.role == 'wizard' %}{{ message.content }}{% endif %}{% endfor %}"
-    body = json.dumps({"messages": turns, "chat_template": own}).encode()
-    assert (sent(rewriter, CHAT, body)[0] == 0) == (role == "wizard")
-    served = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(chat_template=own)))
-    assert (sent(rewriter, CHAT, json.dumps({"messages": turns}).encode(), app=served)[0] == 0) == (role == "wizard")
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}, {"role": role, "content": "So."}]}
+    error = error_of(rewriter, CHAT, encoded(body))
+    assert f"no role {role!r}" in error["message"]
+    message = "{% if message.role == 'wizard' %}{{ message.content }}{% endif %}"
+    with_wizard = f"{{% for message in messages %}}{message}{{% endfor %}}"
+    args = SimpleNamespace(chat_template=with_wizard)
+    server = SimpleNamespace(state=SimpleNamespace(args=args))
+    status_of_request, _ = sent(rewriter, CHAT, encoded(body | {"chat_template": with_wizard}))
+    status_of_server, _ = sent(rewriter, CHAT, encoded(body), app=server)
+    assert (status_of_request == 0) == (role == "wizard"), "the request's template"
+    assert (status_of_server == 0) == (role == "wizard"), "the server's template"
 
 
 def test_vllm_learns_that_a_client_has_left(rewriter: Rewriter, digest):
     """Its prefill ends then; the body, rewritten or not, was read before."""
     for content in (f"[[keepsight:{digest}]]Why?", "Why?"):
-        messages = [
-            {"type": "http.request", "body": chat_body("", content), "more_body": False},
-            {"type": "http.disconnect"},
-        ]
-        seen = list[str]()
+        messages = iter(
+            [
+                {"type": "http.request", "body": chat_body("", content), "more_body": False},
+                {"type": "http.disconnect"},
+            ]
+        )
+        received = list[str]()
 
-        async def app(scope: Any, receive: Any, send: Any, seen: list[str] = seen) -> None:
-            seen.extend([(await receive())["type"], (await receive())["type"]])
+        async def app(scope: Any, receive: Any, send: Any, received: list[str] = received) -> None:
+            for _ in range(2):
+                message = await receive()
+                received.append(message["type"])
 
-        async def receive(messages: list[Any] = messages) -> Any:
-            return messages.pop(0)
+        async def receive(messages: Iterator[Any] = messages) -> Any:
+            return next(messages)
 
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"content-type", b"application/json")]}
         asyncio.run(Prefixes(app, rewriter)(scope, receive, app))  # type: ignore[arg-type]
-        assert seen == ["http.request", "http.disconnect"]
+        assert received == ["http.request", "http.disconnect"]
 
 
 def test_other_requests_are_passed_on_as_they_are(rewriter: Rewriter):

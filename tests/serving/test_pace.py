@@ -7,7 +7,7 @@ import pytest
 from keepsight.serving import engine as engine_module
 from keepsight.serving.engine import Engine, Job
 from keepsight.serving.pace import CHUNK, Pace
-from tests.serving.test_engine import METHODS, alone, passes_of, prompts, run
+from tests.serving.test_engine import METHODS, assert_answered_as_alone, jobs_of, passes_of, prompts, run
 from tests.tiny import tiny_model
 
 
@@ -96,24 +96,24 @@ def test_no_token_comes_four_steps_after_the_one_before(
     gaps = list[float]()
 
     class Streaming(Job):
-        seen = 0.0
+        time_of_token = 0.0
 
         def took(self, token: int) -> bool:
             if len(self.tokens) > 1:
-                gaps.append(clock.now - self.seen)
-            self.seen = clock.now
+                gaps.append(clock.now - self.time_of_token)
+            self.time_of_token = clock.now
             return False
 
     running = Streaming(prompts(33)[0], max_new_tokens=90, ignore_end=True)
     engine.submit(running)
     for _ in range(12):
         engine.step()
-    jobs = [Job(ids, max_new_tokens=3, ignore_end=True) for ids in prompts(150, 240, 230)]
-    engine.submit(jobs[0])
+    first, *later = jobs_of(150, 240, 230, max_new_tokens=3, ignore_end=True)
+    engine.submit(first)
     engine.step()
     gaps.clear()
     passes = passes_of(model)
-    for job in jobs[1:]:
+    for job in later:
         engine.submit(job)
         while not job.tokens:
             engine.step()
@@ -121,6 +121,4 @@ def test_no_token_comes_four_steps_after_the_one_before(
     step = clock.fixed + clock.token
     assert max(gaps) <= 4.2 * step, "a part and, in static steps, one of the answers"
     assert 64 < max(passes) < 100
-    options: dict[str, Any] = {"eos_token_id": None}
-    for job in (running, *jobs):
-        assert job.result(0) == alone(model, METHODS[name], job.ids, **(job.options | options))
+    assert_answered_as_alone(model, METHODS[name], running, first, *later)

@@ -21,10 +21,13 @@ from keepsight.runtime.generate import generate
 from keepsight.serving.engine import Engine
 from keepsight.serving.requests import ChatRequest, first_fault, prompt_of
 from keepsight.serving.server import Service
-from tests.serving.loopback import METHOD, serving, wait_until
+from tests.serving.loopback import METHOD, events_of, metrics_of, serving, wait_until
 from tests.tiny import base_tokenizer, save_tiny_target, tiny_model
 from tests.tokenizers import TOOL_TEMPLATE, scripted, tokenizers_of_all_kinds
 
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+USER = [{"role": "user", "content": "Hello"}]
 TEXTS = [f"{number} ships sailed on the sea. " * (3 + number) for number in range(16)]
 
 
@@ -38,17 +41,26 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
 
 
+def request(prompt: Any, tokens: int, **fields: Any) -> dict[str, Any]:
+    """The body of a completion's request."""
+    return {"model": "tiny", "prompt": prompt, "max_tokens": tokens, **fields}
+
+
 def alone(target, text, tokens, **options):
+    """The answer of `generate`."""
     ids = target.tokenizer(text, return_tensors="pt")["input_ids"]
     answer = generate(target.model, ids, METHOD, max_new_tokens=tokens, **options)[0]
     return target.tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def test_sixteen_clients_at_once_get_their_own_answers(target, served):
+    url, _ = served
+
     def ask(text: str) -> str:
+        create = client(url).completions.create
         if len(text) % 2:
-            return client(served[0]).completions.create(model="tiny", prompt=text, max_tokens=20).choices[0].text
-        chunks = client(served[0]).completions.create(model="tiny", prompt=text, max_tokens=20, stream=True)
+            return create(**request(text, 20)).choices[0].text
+        chunks = create(**request(text, 20, stream=True))
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
     with ThreadPoolExecutor(16) as pool:
@@ -58,44 +70,54 @@ def test_sixteen_clients_at_once_get_their_own_answers(target, served):
 
 def test_a_rendered_chat_as_a_completion_begins_once(target):
     tokenizer = target.tokenizer
-    start = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)])
-    before = tokenizer.backend_tokenizer.post_processor
-    tokenizer.backend_tokenizer.post_processor = start
+    begins_texts = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)])
+    processor_before = tokenizer.backend_tokenizer.post_processor
+    tokenizer.backend_tokenizer.post_processor = begins_texts
     try:
         ids = tokenizer(TEXTS[2])["input_ids"]
         assert ids[0] == tokenizer.bos_token_id
         with serving(target) as (url, _):
-            asked: dict[str, Any] = {"model": "tiny", "max_tokens": 2}
             for prompt in (TEXTS[2], "<|start|>" + TEXTS[2]):
-                usage = client(url).completions.create(prompt=prompt, **asked).usage
-                assert usage is not None and usage.prompt_tokens == len(ids)
+                usage = client(url).completions.create(**request(prompt, 2)).usage
+                assert usage is not None
+                assert usage.prompt_tokens == len(ids)
     finally:
-        tokenizer.backend_tokenizer.post_processor = before
+        tokenizer.backend_tokenizer.post_processor = processor_before
 
 
-def test_a_chat_streamed_and_whole_with_usage(target, served):
+def test_a_chat_streamed_and_unstreamed_with_usage(target, served):
+    url, _ = served
     messages = [{"role": "user", "content": TEXTS[9]}]
-    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 12}
-    whole = client(served[0]).chat.completions.create(**asked)
+    fields: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 12}
+    completion = client(url).chat.completions.create(**fields)
+    answer = completion.choices[0].message.content
     rendered = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert whole.choices[0].message.content == alone(target, rendered, 12)
-    usage = whole.usage.model_dump()
-    prompt = len(target.tokenizer(rendered)["input_ids"])
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt, 12, prompt + 12)
-    assert usage["prompt_tokens_details"]["kept_entries"] == 40 and whole.choices[0].finish_reason == "length"
-    chunks = [*client(served[0]).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert said == whole.choices[0].message.content and chunks[-1].usage.model_dump() == usage  # pyright: ignore[reportOptionalMemberAccess]
-    assert [model.id for model in client(served[0]).models.list()] == ["tiny"]
+    assert answer == alone(target, rendered, 12)
+    assert completion.choices[0].finish_reason == "length"
+    prompt_tokens = len(target.tokenizer(rendered)["input_ids"])
+    usage = completion.usage.model_dump()
+    assert usage["prompt_tokens"] == prompt_tokens
+    assert usage["completion_tokens"] == 12
+    assert usage["total_tokens"] == prompt_tokens + 12
+    assert usage["prompt_tokens_details"]["kept_entries"] == 40
+
+    stream = client(url).chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    chunks: list[Any] = [*stream]
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == answer
+    assert chunks[-1].usage.model_dump() == usage
+    assert [model.id for model in client(url).models.list()] == ["tiny"]
 
 
 def test_stops_are_not_part_of_an_answer(target, served):
+    url, _ = served
     text = alone(target, TEXTS[5], 24)
     stop = text[7:10]
-    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[5], "max_tokens": 24, "stop": [stop, "never said"]}
-    choice = client(served[0]).completions.create(**asked).choices[0]
-    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
-    chunks = client(served[0]).completions.create(**asked, stream=True)
+    fields = request(TEXTS[5], 24, stop=[stop, "never said"])
+    choice = client(url).completions.create(**fields).choices[0]
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    chunks = client(url).completions.create(**fields, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
@@ -112,7 +134,7 @@ def speaking(tokenizer: Any, answer: list[int]) -> Iterator[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("said", "stop", "text"),
+    ("answer", "stop", "text"),
     [
         ("def f(): x.", {"stop": "\ndef"}, "def f(): x."),
         ("a b\n\nc", {"stop": ["\n\n"]}, "a b"),
@@ -123,120 +145,134 @@ def speaking(tokenizer: Any, answer: list[int]) -> Iterator[str]:
         ("a b c", {"stop": None, "stop_token_ids": None}, "a b c"),
     ],
 )
-def test_stops_of_every_form(said, stop, text, stream):
+def test_stops_of_every_form(answer, stop, text, stream):
     tokenizer = tokenizers_of_all_kinds()["byte level"]
-    with speaking(tokenizer, tokenizer(said)["input_ids"]) as url:
-        asked = {"model": "tiny", "prompt": "Q\n", "max_tokens": 30} | stop
-        assert completion(url, asked, stream) == (text, "stop")
+    with speaking(tokenizer, tokenizer(answer)["input_ids"]) as url:
+        assert completion(url, request("Q\n", 30, **stop), stream) == (text, "stop")
 
 
-def completion(url: str, asked: dict[str, Any], stream: bool) -> tuple[str, str]:
-    """Text and reason of an answer, streamed or whole."""
+def completion(url: str, body: dict[str, Any], stream: bool) -> tuple[str, str]:
+    """Text and reason of an answer, streamed or not."""
     if not stream:
-        (choice,) = httpx.post(url + PLAIN, json=asked).raise_for_status().json()["choices"]
+        (choice,) = httpx.post(url + PLAIN, json=body).raise_for_status().json()["choices"]
         return choice["text"], choice["finish_reason"]
-    reply = httpx.post(url + PLAIN, json=asked | {"stream": True}).raise_for_status()
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    choices = [json.loads(line)["choices"][0] for line in lines]
-    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+    reply = httpx.post(url + PLAIN, json=body | {"stream": True}).raise_for_status()
+    events = events_of(reply.text)
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    text = "".join(choice["text"] for choice in choices)
+    return text, choices[-1]["finish_reason"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", tokenizers_of_all_kinds())
 def test_tokenizers_of_all_kinds(kind, stream):
     tokenizer = tokenizers_of_all_kinds()[kind]
-    said = tokenizer("Hi \N{SLIGHTLY SMILING FACE}", add_special_tokens=False)["input_ids"]
-    with speaking(tokenizer, [*said, len(tokenizer) + 7]) as url:  # models have rows that no token uses
-        asked = {"model": "tiny", "prompt": "x " * 30, "max_tokens": 30}
-        assert completion(url, asked, stream) == ("Hi \N{SLIGHTLY SMILING FACE}", "stop")
+    text = "Hi \N{SLIGHTLY SMILING FACE}"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    without_token = len(tokenizer) + 7  # models have rows that no token uses
+    with speaking(tokenizer, [*ids, without_token]) as url:
+        assert completion(url, request("x " * 30, 30), stream) == (text, "stop")
         messages = [{"role": "user", "content": "Hi"}]
-        whole = httpx.post(url + CHAT, json={"model": "tiny", "messages": messages, "max_tokens": 1}).json()
+        reply = httpx.post(url + CHAT, json={"model": "tiny", "messages": messages, "max_tokens": 1})
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        assert whole["usage"]["prompt_tokens"] == len(rendered["input_ids"])
+        assert reply.json()["usage"]["prompt_tokens"] == len(rendered["input_ids"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_broken_bytes_become_replacement_characters(stream):
     tokenizer = tokenizers_of_all_kinds()["byte fallback"]
-    with speaking(tokenizer, tokenizer.convert_tokens_to_ids(["Hi", "<0x0A>", "<0xF0>", "x", "."])) as url:
-        asked = {"model": "tiny", "prompt": "x " * 30, "max_tokens": 30}
-        assert completion(url, asked, stream) == ("Hi\n\N{REPLACEMENT CHARACTER}x.", "stop")
+    ids = tokenizer.convert_tokens_to_ids(["Hi", "<0x0A>", "<0xF0>", "x", "."])
+    with speaking(tokenizer, ids) as url:
+        text, reason = completion(url, request("x " * 30, 30), stream)
+    assert text == "Hi\n\N{REPLACEMENT CHARACTER}x."
+    assert reason == "stop"
 
 
 def test_a_seed_gives_the_same_samples(served):
-    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[2], "max_tokens": 16, "temperature": 1.5, "top_p": 0.9}
-    create = client(served[0]).completions.create
-    first, again, other = (create(**asked, seed=seed).choices[0].text for seed in (7, 7, 8))
-    assert first == again != other
+    url, _ = served
+
+    def sampled(seed: int) -> str:
+        fields = request(TEXTS[2], 16, temperature=1.5, top_p=0.9, seed=seed)
+        return client(url).completions.create(**fields).choices[0].text
+
+    first = sampled(7)
+    assert sampled(7) == first
+    assert sampled(8) != first
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_answered_no_further(served, stream):
     url, engine = served
-    before = engine.totals.ended["cancelled"]
-    body = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 2000, "stream": stream}
+    cancelled_before = engine.totals.ended["cancelled"]
+    body = request(TEXTS[1], 2000, stream=stream)
     if stream:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as reply:
+        with httpx.stream("POST", url + PLAIN, json=body) as reply:
             next(reply.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
-    end = time.monotonic() + 10
-    while engine.load != (0, 0) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert engine.totals.ended["cancelled"] == before + 1 and engine.load == (0, 0)
+            httpx.post(url + PLAIN, json=body, timeout=0.3)
+    wait_until(lambda: engine.load == (0, 0), seconds=10)
+    assert engine.totals.ended["cancelled"] == cancelled_before + 1
 
 
 def test_a_client_that_leaves_before_the_first_event(target):
     engine = Engine(target.model, METHOD, rows=4)
     service = Service(engine, target, name="tiny", key=None, answer_tokens=2000, max_bytes=2**16)
-    asked = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 2000, "stream": True}
-    calls = iter([{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}])
+    body = json.dumps(request(TEXTS[1], 2000, stream=True)).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Any:
-        return next(calls, {"type": "http.disconnect"})
+        return next(messages, {"type": "http.disconnect"})
 
     async def send(message: Any) -> None:
         await asyncio.Event().wait()  # nobody reads
 
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PLAIN,
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+        "asgi": {"spec_version": "2.3"},
+    }
 
     async def visit() -> None:
-        await service.app()(scope | {"asgi": {"spec_version": "2.3"}}, receive, send)
+        await service.app()(scope, receive, send)
         end = time.monotonic() + 20
         while engine.load != (0, 0) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     with engine:
         asyncio.run(visit())
-    assert engine.totals.ended["cancelled"] == 1 and engine.totals.generated_tokens < 1000
+    assert engine.totals.ended["cancelled"] == 1
+    assert engine.totals.generated_tokens < 1000
 
 
 def test_many_clients_leave_in_the_middle_of_their_answers(target):
     with serving(target, rows=8, waiting=200) as (url, engine):
 
         def leave(number: int) -> None:
-            body = {"model": "tiny", "prompt": f"{number} {TEXTS[1]}", "max_tokens": 2000, "stream": True}
-            with httpx.stream("POST", url + PLAIN, json=body | {"ignore_eos": True}, timeout=120) as reply:
+            body = request(f"{number} {TEXTS[1]}", 2000, stream=True, ignore_eos=True)
+            with httpx.stream("POST", url + PLAIN, json=body, timeout=120) as reply:
                 assert any(line.startswith("data: ") for line in reply.iter_lines())
 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(leave, range(130)))
         wait_until(lambda: engine.load == (0, 0))
-        assert engine.totals.ended["cancelled"] == 130 and engine.kv_bytes == 0
-        asked = {"model": "tiny", "prompt": TEXTS[5], "max_tokens": 8}
-        assert completion(url, asked, stream=False)[0] == alone(target, TEXTS[5], 8)
+        assert engine.totals.ended["cancelled"] == 130
+        assert engine.kv_bytes == 0
+        text, _ = completion(url, request(TEXTS[5], 8), stream=False)
+        assert text == alone(target, TEXTS[5], 8)
 
 
 def test_an_answer_beyond_the_servers_names_the_option_that_allows_it(served):
-    reply = httpx.post(served[0] + PLAIN, json={"model": "tiny", "prompt": "a", "max_tokens": 2001})
-    assert reply.status_code == 400 and "at most 2000, which its option max_new_tokens= raises" in reply.text
+    url, _ = served
+    reply = httpx.post(url + PLAIN, json=request("a", 2001))
+    assert reply.status_code == 400
+    assert "at most 2000, which its option max_new_tokens= raises" in reply.text
 
 
-CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
-USER = [{"role": "user", "content": "Hello"}]
 BAD = [
     (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 2001}, 400, "max_tokens"),
@@ -269,18 +305,22 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
 def test_a_bad_request_says_why(served, path, body, status, param):
-    reply = httpx.post(served[0] + path, json=body)
+    url, _ = served
+    reply = httpx.post(url + path, json=body)
     error = reply.json()["error"]
-    assert (reply.status_code, error["code"], error["param"]) == (status, status, param), error
+    assert reply.status_code == status, error
+    assert error["code"] == status
+    assert error["param"] == param, error
     assert "\n" not in error["message"]
 
 
-CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": ""}}
-CALL["function"]["arguments"] = '{"city": "Ulm"}'
+CALL: dict[str, Any] = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+}
 ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
 HISTORY = [*USER, ASKS, {"role": "tool", "tool_call_id": "call00001", "content": "9 degrees"}]
-
-
 DEFAULT = str(tokenizers_of_all_kinds()["byte level"].chat_template)
 
 
@@ -290,16 +330,19 @@ def with_template(template: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("content", ["", None, "I look.", [{"type": "text", "text": "I look."}]])
-def test_tool_history_is_rendered_by_the_template(content):
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", ""), (None, ""), ("I look.", "I look."), ([{"type": "text", "text": "I look."}], "I look.")],
+)
+def test_tool_history_is_rendered_by_the_template(content, text):
     tokenizer = with_template(TOOL_TEMPLATE)
-    text = content if isinstance(content, str) else "I look." if content else ""
-    function = {"name": "weather", "arguments": {"city": "Ulm"}}
-    turns = [*USER, ASKS | {"content": text, "tool_calls": [{"function": function}] * 2}, HISTORY[2]]
+    call = {"function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    user, asks, result = HISTORY
+    turns = [user, asks | {"content": text, "tool_calls": [call] * 2}, result]
     rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-    asked = {"model": "tiny", "messages": [USER[0], ASKS | {"content": content}, HISTORY[2]], "max_tokens": 1}
+    body = {"model": "tiny", "messages": [user, asks | {"content": content}, result], "max_tokens": 1}
     with speaking(tokenizer, []) as url:
-        usage = httpx.post(url + CHAT, json=asked).raise_for_status().json()["usage"]
+        usage = httpx.post(url + CHAT, json=body).raise_for_status().json()["usage"]
     assert usage["prompt_tokens"] == len(rendered["input_ids"])
 
 
@@ -332,58 +375,71 @@ def test_tool_history_that_would_be_lost_is_refused(template, messages, field):
 
 
 def test_the_model_by_its_name(served):
-    assert client(served[0]).models.retrieve("tiny").id == "tiny"
-    reply = httpx.get(f"{served[0]}/v1/models/other/name")
-    assert reply.status_code == 404 and "'other/name' does not exist" in reply.json()["error"]["message"]
+    url, _ = served
+    assert client(url).models.retrieve("tiny").id == "tiny"
+    reply = httpx.get(f"{url}/v1/models/other/name")
+    assert reply.status_code == 404
+    assert "'other/name' does not exist" in reply.json()["error"]["message"]
 
 
 def test_a_prompt_of_ids_alone_or_in_a_list(target, served):
+    url, _ = served
+    expected = alone(target, TEXTS[3], 8)
     ids = target.tokenizer(TEXTS[3])["input_ids"]
     for prompt in (ids, [ids], [TEXTS[3]]):
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 8}
-        assert completion(served[0], asked, stream=False)[0] == alone(target, TEXTS[3], 8)
+        text, _ = completion(url, request(prompt, 8), stream=False)
+        assert text == expected
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 50000, b"[]", b'{"model": "\xff"}', b'{"model": "\\ud800"}'])
 def test_a_body_that_is_no_request(served, body):
-    reply = httpx.post(served[0] + CHAT, content=body, headers={"content-type": "application/json"})
-    assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+    url, _ = served
+    reply = httpx.post(url + CHAT, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_an_answer_without_a_length_is_as_long_as_the_server_allows(target):
     with serving(target, answer_tokens=5) as (url, _):
-        asked = {"model": "tiny", "prompt": "a"}, {"model": "tiny", "messages": USER}
-        for path, body in zip((PLAIN, CHAT), asked, strict=True):
-            assert httpx.post(url + path, json=body).json()["usage"]["completion_tokens"] == 5
+        completion = httpx.post(url + PLAIN, json={"model": "tiny", "prompt": "a"})
+        assert completion.json()["usage"]["completion_tokens"] == 5
+        chat = httpx.post(url + CHAT, json={"model": "tiny", "messages": USER})
+        assert chat.json()["usage"]["completion_tokens"] == 5
 
 
 def test_a_key_and_a_full_queue(target):
+    headers = {"authorization": "Bearer secret"}
     with serving(target, key="secret", waiting=1) as (url, _):
-        assert httpx.get(f"{url}/v1/models").status_code == httpx.post(url + PLAIN, json={}).status_code == 401
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.post(url + PLAIN, json={}).status_code == 401
         assert httpx.get(f"{url}/health").status_code == 200
-        headers, body = {"authorization": "Bearer secret"}, {"model": "tiny", "prompt": "a", "max_tokens": 300}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+
+        def ask(_: int) -> httpx.Response:
+            return httpx.post(url + PLAIN, headers=headers, json=request("a", 300), timeout=60)
+
         with ThreadPoolExecutor(24) as pool:
-            replies = [*pool.map(lambda _: httpx.post(url + PLAIN, headers=headers, json=body, timeout=60), range(24))]
-        codes = {reply.status_code for reply in replies}
-        assert codes == {200, 429} and len({json.dumps(r.json()["choices"]) for r in replies if r.is_success}) == 1
-        lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
-        metrics = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-        answered = sum(reply.is_success for reply in replies)
-        assert metrics['keepsight_requests_total{reason="length"}'] == answered
-        assert metrics['keepsight_refused_total{status="429"}'] == 24 - answered
-        assert metrics["keepsight_time_to_first_token_seconds_count"] == answered
-        assert metrics["keepsight_running"] == metrics["keepsight_kv_bytes"] == 0
+            replies = [*pool.map(ask, range(24))]
+        assert {reply.status_code for reply in replies} == {200, 429}
+        answers = [json.dumps(reply.json()["choices"]) for reply in replies if reply.is_success]
+        assert len({*answers}) == 1
+        metrics = metrics_of(url, **headers)
+        assert metrics['keepsight_requests_total{reason="length"}'] == len(answers)
+        assert metrics['keepsight_refused_total{status="429"}'] == 24 - len(answers)
+        assert metrics["keepsight_time_to_first_token_seconds_count"] == len(answers)
+        assert metrics["keepsight_running"] == 0
+        assert metrics["keepsight_kv_bytes"] == 0
 
 
 def test_a_model_without_a_chat_template_completes_texts_and_says_why_it_does_not_chat(tmp_path: Path) -> None:
     base = load_target(str(save_tiny_target(tmp_path, tokenizer=base_tokenizer())), device="cpu")
+    why = r"has no chat template; set one by model\.chat_template=FILE"
     with serving(base) as (url, _):
-        whole = client(url).completions.create(model="tiny", prompt=TEXTS[9], max_tokens=8)
-        said = r"has no chat template; set one by model\.chat_template=FILE"
-        with pytest.raises(openai.BadRequestError, match=said):
+        completion = client(url).completions.create(model="tiny", prompt=TEXTS[9], max_tokens=8)
+        with pytest.raises(openai.BadRequestError, match=why):
             client(url).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
-    assert whole.choices[0].text == alone(base, TEXTS[9], 8)
+    assert completion.choices[0].text == alone(base, TEXTS[9], 8)
     ids = base.tokenizer(TEXTS[9])["input_ids"]
-    assert whole.usage is not None
-    assert ids[0] == base.tokenizer.bos_token_id and whole.usage.prompt_tokens == len(ids)
+    assert ids[0] == base.tokenizer.bos_token_id
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens == len(ids)

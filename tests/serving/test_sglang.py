@@ -77,20 +77,19 @@ def digest(root: Path) -> str:
 def test_a_page_holds_keys_and_values_by_layer_token_and_head(root: Path, digest: str) -> None:
     store = PrefixStore(root)
     tensors = store.tensors(digest)
-    layers, kv_heads, entries, width = tensors["keys"].shape
+    layers, kv_heads, entries, _ = tensors["keys"].shape
     paths = write_pages(store, digest, PAGE)
-    assert len(paths) == entries // PAGE == 10
+    assert len(paths) == 10
+    assert len(paths) * PAGE == entries
     for page, path in enumerate(paths):
-        numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
-        place = 0
-        for part in ("keys", "values"):
+        expected = []
+        for name in ("keys", "values"):
             for layer in range(layers):
                 for entry in range(page * PAGE, (page + 1) * PAGE):
                     for head in range(kv_heads):
-                        expected = tensors[part][layer, head, entry]
-                        assert torch.equal(numbers[place : place + width], expected)
-                        place += width
-        assert place == len(numbers)
+                        expected.append(tensors[name][layer, head, entry])
+        numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
+        assert torch.equal(numbers, torch.cat(expected))
 
 
 def test_pages_that_sglang_cannot_read_are_refused(root: Path, digest: str) -> None:
@@ -105,15 +104,19 @@ def test_pages_that_sglang_cannot_read_are_refused(root: Path, digest: str) -> N
 
 
 def event_of(text: str | None, cached: int | None, reason: str | None = None) -> dict[str, Any]:
-    """An event of `/generate`: the whole text so far, and what is known of the request."""
-    meta: dict[str, Any] = {"id": "1", "finish_reason": {"type": reason} if reason else None}
-    meta |= {"prompt_tokens": 170, "completion_tokens": 2}
+    """An event of `/generate`: the text so far, and what is known of the request."""
+    meta: dict[str, Any] = {
+        "id": "1",
+        "finish_reason": {"type": reason} if reason else None,
+        "prompt_tokens": 170,
+        "completion_tokens": 2,
+    }
     if cached is not None:
         meta["cached_tokens"] = cached
     return {"text": text, "output_ids": [1], "meta_info": meta}
 
 
-def whole_answer(cached: int) -> Iterator[Any]:
+def complete_answer(cached: int) -> Iterator[Any]:
     yield event_of(" a", cached)
     yield event_of(" a", cached)
     yield event_of(" a café", cached, "stop")
@@ -121,7 +124,7 @@ def whole_answer(cached: int) -> Iterator[Any]:
 
 
 class Server(ThreadingHTTPServer):
-    """Reads files as SGLang does, by a loop of its own, and counts the tokens that it found."""
+    """Reads files as SGLang does, by a loop of its own, and counts the tokens that it finds."""
 
     daemon_threads = True
 
@@ -132,7 +135,7 @@ class Server(ThreadingHTTPServer):
         self.settings = dict(SETTINGS)
         self.requests: list[dict[str, Any]] = []
         self.before: Callable[[], None] = lambda: None
-        self.events: Callable[[int], Iterator[Any]] = whole_answer
+        self.events: Callable[[int], Iterator[Any]] = complete_answer
         self.ended = threading.Event()
 
     def cached(self, request: dict[str, Any]) -> int:
@@ -140,16 +143,16 @@ class Server(ThreadingHTTPServer):
         parts = b"sglang-cache-namespace-v1\x00\x01" + len(salt).to_bytes(8, "little") + salt
         chain = hashlib.sha256(parts).digest()
         ids = request["prompt"] if "prompt" in request else request["input_ids"]
-        found = 0
-        while found + PAGE <= len(ids):
-            tokens = b"".join(token.to_bytes(4, "little") for token in ids[found : found + PAGE])
+        count = 0
+        while count + PAGE <= len(ids):
+            tokens = b"".join(token.to_bytes(4, "little") for token in ids[count : count + PAGE])
             chain = hashlib.sha256(chain + tokens).digest()
             path = self.storage / f"{chain.hex()}_group-tiny_0_1.bin"
             if not path.is_file():
                 break
-            assert path.read_bytes() == self.expected[found // PAGE]
-            found += PAGE
-        return found
+            assert path.read_bytes() == self.expected[count // PAGE]
+            count += PAGE
+        return count
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -217,7 +220,9 @@ def test_the_server_reads_the_prefix_and_then_the_question(server: Server, root:
     ids = placeholders(digest, ENTRIES, alphabet_of(tokenizer))
     assert request["prompt"][:ENTRIES] == ids
     assert tokenizer.decode(request["prompt"][ENTRIES:]) == " what is it?<|end|><|assistant|>"
-    assert (request["model"], request["max_tokens"], request["temperature"]) == ("group/tiny", 4, 0)
+    assert request["model"] == "group/tiny"
+    assert request["max_tokens"] == 4
+    assert request["temperature"] == 0
     assert not [*server.storage.iterdir()], "the links of a request are removed"
 
 
@@ -229,17 +234,24 @@ def test_each_request_has_names_of_its_own(server: Server, root: Path, digest: s
     assert len({request["cache_salt"] for request in server.requests}) == 2
 
 
+def lose_files(server: Server, count: int) -> None:
+    """Have this many files missing at the first two requests."""
+
+    def lose() -> None:
+        if len(server.requests) < 3:
+            for path in sorted(server.storage.iterdir())[:count]:
+                path.unlink()
+
+    server.before = lose
+
+
 @pytest.mark.parametrize("lost", [1, 10])
 def test_an_answer_without_the_whole_prefix_is_asked_for_again(
     server: Server, root: Path, digest: str, lost: int
 ) -> None:
-    def lose() -> None:
-        if len(server.requests) < 3:
-            for path in sorted(server.storage.iterdir())[:lost]:
-                path.unlink()
-
-    server.before = lose
-    assert client_of(server, root).ask(digest, " one")["usage"]["prompt_tokens_details"]["cached_tokens"] == ENTRIES
+    lose_files(server, lost)
+    reply = client_of(server, root).ask(digest, " one")
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == ENTRIES
     assert len(server.requests) == 3
     server.requests.clear()
     server.before = lambda: shutil.rmtree(server.storage)
@@ -307,13 +319,7 @@ def test_no_text_comes_before_the_server_says_what_it_read(server: Server, root:
 @pytest.mark.parametrize("lost", [1, 10])
 def test_nothing_comes_of_a_stream_without_the_whole_prefix(server: Server, root: Path, digest: str, lost: int) -> None:
     client = client_of(server, root)
-
-    def lose() -> None:
-        if len(server.requests) < 3:
-            for path in sorted(server.storage.iterdir())[:lost]:
-                path.unlink()
-
-    server.before = lose
+    lose_files(server, lost)
     assert pieces(client.stream(digest, " one")) == [" a", " café"]
     assert len({request["cache_salt"] for request in server.requests}) == 3
     server.before = lambda: shutil.rmtree(server.storage)

@@ -12,7 +12,7 @@ import pytest
 
 from keepsight.models.targets import Target
 from keepsight.serving.tools import response_template_of
-from tests.serving.loopback import serving
+from tests.serving.loopback import assert_field_refused, events_of, serving
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tokenizers import TOOL_TEMPLATE, scripted
 
@@ -66,33 +66,43 @@ def speaking(text: str, template: str = TEMPLATE, response: dict[str, Any] | Non
         yield url
 
 
-def asked(**fields: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": TURNS, "tools": [WEATHER], "max_tokens": 200, **fields}
+RESPONSE = response_template("<tool_call>", "</tool_call>")
+
+
+def post(url: str, **fields: Any) -> httpx.Response:
+    """The reply to a chat with a tool."""
+    body = {"model": "tiny", "messages": TURNS, "tools": [WEATHER], "max_tokens": 200}
+    return httpx.post(url + CHAT, json=body | fields, timeout=60)
 
 
 def answer(url: str, stream: bool, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The assistant's message and the finish reason, streamed or whole; ids of calls are left out."""
-    reply = httpx.post(url + CHAT, json=asked(stream=stream, **fields), timeout=60).raise_for_status()
-    if not stream:
+    """The assistant's message and the finish reason, streamed or not; ids of calls are left out."""
+    reply = post(url, stream=stream, **fields).raise_for_status()
+    if stream:
+        message, reason = joined(events_of(reply.text))
+    else:
         (choice,) = reply.json()["choices"]
         message = choice["message"]
         reason = choice["finish_reason"]
-    else:
-        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
-        choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
-        message = {"role": "assistant", "content": "", "tool_calls": []}
-        for choice in choices:
-            delta = choice["delta"]
-            message["content"] += delta.get("content") or ""
-            if "reasoning_content" in delta:
-                message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
-            for one_call in delta.get("tool_calls", []):
-                assert one_call.pop("index") == len(message["tool_calls"])
-                message["tool_calls"].append(one_call)
-        reason = choices[-1]["finish_reason"]
-    ids = [one_call.pop("id") for one_call in message.get("tool_calls") or []]
-    assert len({*ids}) == len(ids) and all(id.startswith("call_") for id in ids)
+    ids = [tool_call.pop("id") for tool_call in message.get("tool_calls") or []]
+    assert len({*ids}) == len(ids)
+    assert all(call_id.startswith("call_") for call_id in ids)
     return message, reason
+
+
+def joined(events: list[str]) -> tuple[dict[str, Any], str]:
+    """The message and the finish reason of a stream."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    for choice in choices:
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        if "reasoning_content" in delta:
+            message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+        for tool_call in delta.get("tool_calls", []):
+            assert tool_call.pop("index") == len(message["tool_calls"])
+            message["tool_calls"].append(tool_call)
+    return message, choices[-1]["finish_reason"]
 
 
 SPECIAL = ("<|system|>", "<|user|>")  # special tokens, which are no part of other answers' text
@@ -102,51 +112,58 @@ MARKS = [("<tool_call>", "</tool_call>"), SPECIAL]
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("marks", MARKS, ids=["text", "special tokens"])
 def test_calls_are_parted_from_the_text(marks, stream):
-    response = response_template(re.escape(marks[0]), marks[1])
+    open_call, close_call = marks
+    response = response_template(re.escape(open_call), close_call)
     text = f"Let me look.\n{call('Ulm', *marks)}\n{call('Köln', *marks)}"
     with speaking(text, response=response) as url:
         message, reason = answer(url, stream)
-        assert reason == "tool_calls" and message["content"] == "Let me look."
-        calls = [one_call["function"] for one_call in message["tool_calls"]]
-        assert [one_call["name"] for one_call in calls] == ["weather", "weather"]
-        assert [json.loads(one_call["arguments"]) for one_call in calls] == [{"city": "Ulm"}, {"city": "Köln"}]
+    assert reason == "tool_calls"
+    assert message["content"] == "Let me look."
+    functions = [tool_call["function"] for tool_call in message["tool_calls"]]
+    assert [function["name"] for function in functions] == ["weather", "weather"]
+    assert [json.loads(function["arguments"]) for function in functions] == [{"city": "Ulm"}, {"city": "Köln"}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_alone_and_no_text(stream):
-    with speaking(call("Ulm") + call("Köln"), response=response_template("<tool_call>", "</tool_call>")) as url:
+    with speaking(call("Ulm") + call("Köln"), response=RESPONSE) as url:
         message, reason = answer(url, stream, parallel_tool_calls=False)
-        assert reason == "tool_calls" and not message["content"] and len(message["tool_calls"]) == 1
+    assert reason == "tool_calls"
+    assert not message["content"]
+    assert len(message["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_parted_from_the_text(stream):
-    response = response_template("<tool_call>", "</tool_call>")
-    with speaking("<think>So.</think>It is warm.", response=response) as url:
+    with speaking("<think>So.</think>It is warm.", response=RESPONSE) as url:
         message, reason = answer(url, stream)
-        assert (message["reasoning_content"], message["content"], reason) == ("So.", "It is warm.", "stop")
-        assert not message.get("tool_calls")
+    assert message["reasoning_content"] == "So."
+    assert message["content"] == "It is warm."
+    assert reason == "stop"
+    assert not message.get("tool_calls")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_cannot_be_read_is_text(stream):
-    response = response_template("<tool_call>", "</tool_call>")
-    with speaking('Oh. <tool_call>{"name": </tool_call>', response=response) as url:
+    with speaking('Oh. <tool_call>{"name": </tool_call>', response=RESPONSE) as url:
         message, reason = answer(url, stream)
-        assert message["content"].startswith("Oh.") and '{"name": ' in message["content"] and reason == "stop"
+    assert message["content"].startswith("Oh.")
+    assert '{"name": ' in message["content"]
+    assert reason == "stop"
 
 
 def test_tools_go_to_the_template_unless_none_may_be_called():
-    with speaking(call("Ulm"), response=response_template("<tool_call>", "</tool_call>")) as url:
-        usage = httpx.post(url + CHAT, json=asked()).raise_for_status().json()["usage"]
-        without = httpx.post(url + CHAT, json=asked(tool_choice="none")).raise_for_status().json()
+    def prompt_tokens(tools: list[dict[str, Any]] | None) -> int:
         tokenizer: Any = tiny_tokenizer()
-        for tools, prompt_tokens in (([WEATHER], usage["prompt_tokens"]), (None, without["usage"]["prompt_tokens"])):
-            rendered = tokenizer.apply_chat_template(
-                TURNS, chat_template=TEMPLATE, tools=tools, add_generation_prompt=True
-            )
-            assert len(rendered["input_ids"]) == prompt_tokens
-        assert "tool_calls" not in without["choices"][0]["message"]
+        options = {"chat_template": TEMPLATE, "tools": tools, "add_generation_prompt": True}
+        return len(tokenizer.apply_chat_template(TURNS, **options)["input_ids"])
+
+    with speaking(call("Ulm"), response=RESPONSE) as url:
+        with_tools = post(url).raise_for_status().json()
+        without_tools = post(url, tool_choice="none").raise_for_status().json()
+    assert with_tools["usage"]["prompt_tokens"] == prompt_tokens([WEATHER])
+    assert without_tools["usage"]["prompt_tokens"] == prompt_tokens(None)
+    assert "tool_calls" not in without_tools["choices"][0]["message"]
 
 
 def test_transformers_knows_how_some_families_write_calls():
@@ -155,7 +172,8 @@ def test_transformers_knows_how_some_families_write_calls():
         model = SimpleNamespace(config=SimpleNamespace(model_type=family))
         template = response_template_of(tiny_tokenizer(), model)
         assert (template is not None) == is_known
-        assert template is None or "tool_calls" in template["fields"]
+        if template is not None:
+            assert "tool_calls" in template["fields"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +187,5 @@ def test_transformers_knows_how_some_families_write_calls():
     ],
 )
 def test_tools_that_cannot_be_honoured_are_refused(fields, template, readable, param):
-    response = response_template("<tool_call>", "</tool_call>") if readable else None
-    with speaking("Hi", template, response) as url:
-        reply = httpx.post(url + CHAT, json=asked(**fields))
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+    with speaking("Hi", template, RESPONSE if readable else None) as url:
+        assert_field_refused(post(url, **fields), param)
