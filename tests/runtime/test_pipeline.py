@@ -32,20 +32,20 @@ def test_the_full_cache_answers_as_generate_does(pipe: Pipeline) -> None:
 
 def test_each_question_is_answered_from_the_same_context(pipe: Pipeline) -> None:
     method = SnapKV(budget=24, window=8)
-    together = pipe(CONTEXT, QUESTIONS, method, max_new_tokens=6)
-    assert together == [pipe(CONTEXT, question, method, max_new_tokens=6) for question in QUESTIONS]
+    answers = pipe(CONTEXT, QUESTIONS, method, max_new_tokens=6)
+    assert answers == [pipe(CONTEXT, question, method, max_new_tokens=6) for question in QUESTIONS]
 
 
 def test_nothing_is_evicted_for_a_question(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     method = SnapKV(budget=24, window=8)
     lengths: list[int] = []
-    whole = SnapKV.compress_state
+    compress_state = SnapKV.compress_state
 
-    def counted(self: SnapKV, model: Any, state: Any) -> Any:
+    def record_and_compress(self: SnapKV, model: Any, state: Any) -> Any:
         lengths.append(state.tokens.shape[1])
-        return whole(self, model, state)
+        return compress_state(self, model, state)
 
-    monkeypatch.setattr(SnapKV, "compress_state", counted)
+    monkeypatch.setattr(SnapKV, "compress_state", record_and_compress)
     pipe(CONTEXT, QUESTIONS, method, max_new_tokens=3)
     context_ids, _ = pipe._ids(CONTEXT, QUESTIONS[0], "")
     assert set(lengths) <= {context_ids.shape[1]}
@@ -53,9 +53,9 @@ def test_nothing_is_evicted_for_a_question(pipe: Pipeline, monkeypatch: pytest.M
 
 def test_options_reach_generate(pipe: Pipeline) -> None:
     torch.manual_seed(0)
-    first = pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True)
+    sampled = pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True)
     torch.manual_seed(0)
-    assert pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True) == first
+    assert pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True) == sampled
     with refused("num_beams", "conflict"):
         pipe(CONTEXT, QUESTIONS[0], num_beams=2)
 

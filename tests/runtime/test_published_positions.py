@@ -18,9 +18,11 @@ from tests.tiny import prompt_ids, tiny_model
 def unrotated_keys(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """Of each layer, keys [K, N, d] before RoPE."""
     projected: list[torch.Tensor] = []
-    hooks = []
-    for layer in model.model.layers:
-        hooks.append(layer.self_attn.k_proj.register_forward_hook(lambda *call: projected.append(call[2][0])))
+
+    def record(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        projected.append(output[0])
+
+    hooks = [layer.self_attn.k_proj.register_forward_hook(record) for layer in model.model.layers]
     with torch.no_grad():
         model(ids)
     for hook in hooks:
@@ -32,14 +34,14 @@ def unrotated_keys(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 def rotated(key: torch.Tensor, position: int, base: float) -> list[float]:
     """One key [d] at a position: dimensions i and i + d / 2 are a pair, turned by position / base^(2i / d)."""
     half = len(key) // 2
-    turned = [0.0] * len(key)
+    components = [0.0] * len(key)
     for pair in range(half):
         angle = position / base ** (2 * pair / len(key))
         x = float(key[pair])
         y = float(key[pair + half])
-        turned[pair] = x * math.cos(angle) - y * math.sin(angle)
-        turned[pair + half] = x * math.sin(angle) + y * math.cos(angle)
-    return turned
+        components[pair] = x * math.cos(angle) - y * math.sin(angle)
+        components[pair + half] = x * math.sin(angle) + y * math.cos(angle)
+    return components
 
 
 def published(length: int, budget: int, first: int, layer: int, layers: int, span: int, overlap: int) -> list[int]:
@@ -53,14 +55,15 @@ def published(length: int, budget: int, first: int, layer: int, layers: int, spa
     if not lost:
         return [*range(first), *range(length - budget + first, length)]
 
-    def climb(entries: list[int], number: int, long: int, apart: int) -> list[int]:
-        left = entries[:first]
+    def climb(entries: list[int], ladders: int, size: int, distance: int) -> list[int]:
+        """Keep the layer's rungs, so far apart, of so many ladders of this size."""
+        climbed = entries[:first]
         begin = first
-        for _ in range(number):
-            own = begin + layer % (long - rungs + 1)
-            left += [entries[own + apart * rung] for rung in range(rungs)]
-            begin += long
-        return left + entries[begin:]
+        for _ in range(ladders):
+            lowest = begin + layer % (size - rungs + 1)
+            climbed += [entries[lowest + distance * rung] for rung in range(rungs)]
+            begin += size
+        return climbed + entries[begin:]
 
     entries = list(range(length))
     most = (capacity - first - layers) // rungs
@@ -68,25 +71,26 @@ def published(length: int, budget: int, first: int, layer: int, layers: int, spa
         return climb(entries, math.ceil((length - capacity) / lost), ladder, 1)
     entries = climb(entries, most, ladder, 1)
     excess = len(entries) - capacity
-    apart = math.ceil(excess / (most * lost))
-    longer = ladder + (apart - 1) * (ladder - 1)
-    return climb(entries, math.ceil(excess / (longer - rungs)), longer, apart)
+    distance = math.ceil(excess / (most * lost))
+    size = ladder + (distance - 1) * (ladder - 1)
+    return climb(entries, math.ceil(excess / (size - rungs)), size, distance)
 
 
-def _within_budget(kept: list[int], length: int, budget: int, first: int) -> list[int]:
+def within_budget(kept: list[int], length: int, budget: int, first: int) -> list[int]:
     """The newest of what is dropped fills the budget up; what is too much leaves from the oldest on."""
     entries = sorted({*kept})
     dropped = [entry for entry in range(length) if entry not in entries]
     while len(entries) > budget:
         entries.pop(first)
-    return sorted(entries + dropped[len(dropped) - (budget - len(entries)) :])
+    free = budget - len(entries)
+    return sorted(entries + dropped[len(dropped) - free :])
 
 
 LADDERS = LaCache(16, observer=PublishedLadder(span=1, first=5), rerotate=True)
 
 
 @pytest.mark.parametrize("method", [StreamingLLM(16, rerotate=True), LADDERS], ids=["streamingllm", "lacache"])
-def test_a_token_reads_entries_by_their_place_in_the_cache(method: Any) -> None:
+def test_a_token_reads_entries_by_their_position_in_the_cache(method: Any) -> None:
     """The cache holds 16 of 50 entries, at positions 0 to 15, and the token stands at position 16."""
     model = tiny_model("llama")
     ids = prompt_ids(50, seed=4)[0]
@@ -98,10 +102,10 @@ def test_a_token_reads_entries_by_their_place_in_the_cache(method: Any) -> None:
     for layer, keys in enumerate(unrotated_keys(model, ids)):
         entries = [*range(4), *range(38, 50)]
         if method is LADDERS:
-            entries = _within_budget(published(50, 16, 5, layer, layers, 1, 0), 50, 16, 5)
+            entries = within_budget(published(50, 16, 5, layer, layers, 1, 0), 50, 16, 5)
         heads = []
         for head in keys:
-            heads.append([rotated(head[entry], place, base) for place, entry in enumerate(entries)])
+            heads.append([rotated(head[entry], position, base) for position, entry in enumerate(entries)])
         cache.update(torch.tensor(heads)[None], values[layer][:, :, entries], layer)
 
     token = torch.tensor([[7]])
@@ -128,10 +132,10 @@ def test_the_ladders_of_lacaches_code(span: int, overlap: int) -> None:
                 observer.scores_by_position(40, 0, layers)
             continue
         for length in (25, 40, 61, 200):
-            begins = first if first is not None else min(128, length - layers - 1, 24 - layers - 1)
+            sinks = first if first is not None else min(128, length - layers - 1, 24 - layers - 1)
             for layer in range(layers):
-                kept = published(length, 24, begins, layer, layers, span, overlap)
-                expected = _within_budget(kept, length, 24, begins)
+                kept = published(length, 24, sinks, layer, layers, span, overlap)
+                expected = within_budget(kept, length, 24, sinks)
                 scores = observer.scores_by_position(length, layer, layers).tolist()
                 assert sorted(best_of(scores, 24)) == expected, (first, length, layer)
 

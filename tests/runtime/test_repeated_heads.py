@@ -29,17 +29,17 @@ def test_the_model_computes_the_same_and_each_query_head_selects(family: str) ->
     with torch.no_grad():
         torch.testing.assert_close(repeated(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
 
-    whole = prefill(model, ids, needs=METHOD.needs())
+    full_cache = prefill(model, ids, needs=METHOD.needs())
     kept = kept_entries(METHOD, repeated, ids)[0]
-    for layer, heads in zip(whole.layers, kept, strict=True):
-        paid = METHOD.bound_observer.score(layer, "mean")[0]  # type: ignore[attr-defined]
-        assert len(heads) == len(paid) == 4
-        for entries, scores in zip(heads, paid.tolist(), strict=True):
+    for layer, heads in zip(full_cache.layers, kept, strict=True):
+        attention = METHOD.bound_observer.score(layer, "mean")[0]  # type: ignore[attr-defined]
+        assert len(heads) == len(attention) == 4
+        for entries, scores in zip(heads, attention.tolist(), strict=True):
             assert entries == [*sorted(best_of(scores[:36], 10)), 36, 37, 38, 39]
-    small = METHOD.compress_state(repeated, prefill(repeated, ids, needs=METHOD.needs()))
-    shared = METHOD.compress_state(model, whole)
+    by_query_head = METHOD.compress_state(repeated, prefill(repeated, ids, needs=METHOD.needs()))
+    by_kv_head = METHOD.compress_state(model, full_cache)
     if family != "Gemma 2":  # whose windows are not evicted from
-        assert small.kv_bytes == 2 * shared.kv_bytes
+        assert by_query_head.kv_bytes == 2 * by_kv_head.kv_bytes
 
 
 def test_a_model_without_such_projections_is_refused_in_one_line() -> None:

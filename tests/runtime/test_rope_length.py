@@ -40,7 +40,8 @@ def expected_answer(kind: str, ids: torch.Tensor, **options: Any) -> torch.Tenso
 
 @pytest.mark.parametrize(("kind", "length"), [*itertools.product(KINDS, (40, 60, 64, 65, 80))])
 def test_the_full_cache_answers_as_transformers(kind, length):
-    model, (ids, _) = rope_model(kind), prompt_ids(length)
+    model = rope_model(kind)
+    ids, _ = prompt_ids(length)
     expected = expected_answer(kind, ids)
     for chunk in (None, 17):
         assert torch.equal(generate(model, ids, prefill_chunk_size=chunk, **GREEDY), expected)
@@ -48,11 +49,13 @@ def test_the_full_cache_answers_as_transformers(kind, length):
 
 
 def test_phi3_answers_as_without_a_cache():
-    model, (ids, _) = rope_model("phi3"), prompt_ids(60)
-    whole = ids
+    model = rope_model("phi3")
+    ids, _ = prompt_ids(60)
+    text = ids
     for _ in range(24):
-        whole = torch.cat([whole, model(whole, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(generate(model, ids, **GREEDY), whole[:, 60:])
+        token = model(text, use_cache=False).logits[:, -1:].argmax(-1)
+        text = torch.cat([text, token], dim=1)
+    assert torch.equal(generate(model, ids, **GREEDY), text[:, 60:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,17 +64,30 @@ def test_a_batch_answers_as_transformers(kind):
         ids, mask = prompt_ids(*lengths)
         expected = expected_answer(kind, ids, attention_mask=mask)
         for chunk in (None, 16):
-            found = generate(rope_model(kind), ids, attention_mask=mask, prefill_chunk_size=chunk, **GREEDY)
-            assert torch.equal(found, expected)
+            answers = generate(rope_model(kind), ids, attention_mask=mask, prefill_chunk_size=chunk, **GREEDY)
+            assert torch.equal(answers, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_length_is_that_of_the_whole_prompt_in_every_chunk(kind):
-    model, (ids, _) = rope_model(kind), prompt_ids(80)
-    state, chunked = prefill(model, ids), prefill(model, ids, chunk=16)
-    assert_close(chunked.logits, state.logits)
-    for layer, other in zip(state.entries(), chunked.entries(), strict=True):
-        assert_close(other.keys, layer.keys)
+    model = rope_model(kind)
+    ids, _ = prompt_ids(80)
+    at_once = prefill(model, ids)
+    chunked = prefill(model, ids, chunk=16)
+    assert_close(chunked.logits, at_once.logits)
+    for layer, expected in zip(chunked.entries(), at_once.entries(), strict=True):
+        assert_close(layer.keys, expected.keys)
+
+
+def answered_in_a_batch(model: Any, method: Method, prompts: list[torch.Tensor]) -> list[Job]:
+    """The jobs of an engine that has answered all of these prompts [1, N]."""
+    engine = Engine(model, method)
+    jobs = [Job(ids[0], **GREEDY) for ids in prompts]
+    for job in jobs:
+        engine.submit(job)
+    while engine.step():
+        pass
+    return jobs
 
 
 @pytest.mark.parametrize(("kind", "method"), [*itertools.product(KINDS, (FullCache(), SMALL, DapQ(24)))], ids=str)
@@ -79,136 +95,146 @@ def test_requests_answer_in_a_batch_as_alone(kind, method):
     model = rope_model(kind)
     prompts = [prompt_ids(length, seed=length)[0] for length in (30, 100, 55, 64)]
     alone = [generate(model, ids, method, **GREEDY)[0].tolist() for ids in prompts]
-    engine = Engine(model, method)
-    jobs = [Job(ids[0], **GREEDY) for ids in prompts]
-    for job in jobs:
-        engine.submit(job)
-    while engine.step():
-        pass
+    jobs = answered_in_a_batch(model, method, prompts)
     assert [job.tokens for job in jobs] == alone
 
 
 class Once(SnapKV):
-    """Cannot read everything again."""
+    """A method that cannot read everything again."""
 
     def restart(self, model, state, tokens):
         return Method.restart(self, model, state, tokens)
 
 
 def test_a_request_that_cannot_be_read_again_fails_alone():
-    model, method = rope_model("phi3"), Once(32, window=8)
-    prompts = [prompt_ids(length, seed=length)[0] for length in (60, 100)]
+    model = rope_model("phi3")
+    method = Once(32, window=8)
+    crossing = prompt_ids(60, seed=60)[0]  # its answer crosses the limit
+    beyond = prompt_ids(100, seed=100)[0]
     with pytest.raises(UserError, match=rf"more than {LIMIT} tokens .* which Once cannot"):
-        generate(model, prompts[0], method, **GREEDY)
-    engine = Engine(model, method)
-    jobs = [Job(ids[0], **GREEDY) for ids in prompts]
-    for job in jobs:
-        engine.submit(job)
-    while engine.step():
-        pass
-    assert [job.reason for job in jobs] == ["failed", "length"] and isinstance(jobs[0].error, UserError)
-    assert jobs[1].tokens == generate(model, prompts[1], method, **GREEDY)[0].tolist()
+        generate(model, crossing, method, **GREEDY)
+    failed, answered = answered_in_a_batch(model, method, [crossing, beyond])
+    assert failed.reason == "failed"
+    assert isinstance(failed.error, UserError)
+    assert answered.reason == "length"
+    assert answered.tokens == generate(model, beyond, method, **GREEDY)[0].tolist()
 
 
 @pytest.mark.parametrize(("kind", "length"), [*itertools.product(KINDS, (60, 64, 80))])
 def test_observers_score_as_when_all_is_read_in_one_pass(kind, length):
     """The prompt is read again with the observing tokens' length, and the entries that are kept stay as they were."""
-    model, (ids, _) = rope_model(kind), prompt_ids(length)
-    state, observer = prefill(model, ids), DapQ(24).bound_observer
+    model = rope_model(kind)
+    ids, _ = prompt_ids(length)
+    state = prefill(model, ids)
+    observer = DapQ(24).bound_observer
     assert isinstance(observer, DraftObserver)
     scores = observer(model, state, Reduce())
     draft = observer.drafter(model, state).ids
     fresh = rope_model(kind)
     fresh.set_attn_implementation("eager")
     attentions = fresh(torch.cat([ids, draft], dim=1), output_attentions=True, use_cache=False).attentions
-    for found, weights in zip(scores, attentions, strict=True):
-        by_head = weights[:, :, length:, :length].mean(dim=2)
-        assert_close(found, by_head.unflatten(1, (found.shape[1], -1)).mean(dim=2))
+    for layer, weights in zip(scores, attentions, strict=True):
+        by_query_head = weights[:, :, length:, :length].mean(dim=2)
+        by_kv_head = by_query_head.unflatten(1, (layer.shape[1], -1)).mean(dim=2)
+        assert_close(layer, by_kv_head)
 
 
 def test_evicted_entries_have_the_frequencies_of_the_prompt():
-    model, (ids, _) = rope_model("phi3"), prompt_ids(60)
-    kept, whole = DapQ(24).start(model, ids), prefill(model, ids)
-    for evicted, layer in zip(kept.entries(), whole.entries(), strict=True):
-        rows = evicted.keys[0, 0][:, None] == layer.keys[0, 0]
-        assert rows.all(dim=-1).sum() == evicted.keys.shape[2]
+    model = rope_model("phi3")
+    ids, _ = prompt_ids(60)
+    evicted = DapQ(24).start(model, ids)
+    full_cache = prefill(model, ids)
+    for layer, full_layer in zip(evicted.entries(), full_cache.entries(), strict=True):
+        equal_keys = (layer.keys[0, 0][:, None] == full_layer.keys[0, 0]).all(dim=-1)
+        assert equal_keys.sum() == layer.keys.shape[2]
 
 
 def test_phi3_reads_everything_again_at_the_limit_and_evicts_again():
-    model, (ids, _) = rope_model("phi3"), prompt_ids(60)
+    model = rope_model("phi3")
+    ids, _ = prompt_ids(60)
     answer = generate(model, ids, SMALL, **GREEDY)
-    whole = torch.cat([ids, answer[:, :5]], dim=1)
-    assert whole.shape[1] == LIMIT + 1
+    beyond_limit = torch.cat([ids, answer[:, :5]], dim=1)
+    assert beyond_limit.shape[1] == LIMIT + 1
     options: dict[str, Any] = GREEDY | {"max_new_tokens": 19}
-    after = generate(model, whole, SMALL, **options)
-    assert torch.equal(answer[:, 5:], after)
+    assert torch.equal(answer[:, 5:], generate(model, beyond_limit, SMALL, **options))
+
+
+def answer_after_short_answer(kind: str, prompt: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """What transformers answers to a text of which the prompt and 3 answered tokens have been read before."""
+    model = rope_model(kind)
+    short: dict[str, Any] = GREEDY | {"max_new_tokens": 4, "return_dict_in_generate": True}
+    past = model.generate(prompt, **short).past_key_values
+    mask = torch.ones_like(text)  # also of tokens with the id of padding
+    return model.generate(text, past_key_values=past, attention_mask=mask, **GREEDY)[:, text.shape[1] :]
 
 
 @pytest.mark.parametrize(("kind", "method"), [*itertools.product(KINDS, (FullCache(), SMALL))], ids=str)
 def test_turns_beyond_the_limit(kind, method):
     """The second turn crosses it; Phi-3 reads both again, the others read it at the length of both."""
-    model, first, turn = rope_model(kind), prompt_ids(40)[0], prompt_ids(50, seed=1)[0]
+    model = rope_model(kind)
+    prompt = prompt_ids(40)[0]
+    turn = prompt_ids(50, seed=1)[0]
     for chunk in (None, 16):
-        talk = Conversation(model, method)
-        talk.say(first, **GREEDY | {"max_new_tokens": 4})
-        whole = torch.cat([talk.ids, turn], dim=1)
-        answer = talk.say(turn, prefill_chunk_size=chunk, **GREEDY)
+        conversation = Conversation(model, method)
+        conversation.say(prompt, **GREEDY | {"max_new_tokens": 4})
+        text = torch.cat([conversation.ids, turn], dim=1)
+        answer = conversation.say(turn, prefill_chunk_size=chunk, **GREEDY)
         if kind == "phi3":
-            assert torch.equal(answer, generate(model, whole, method, **GREEDY))
+            assert torch.equal(answer, generate(model, text, method, **GREEDY))
         elif isinstance(method, FullCache):
-            fresh = rope_model(kind)
-            past = fresh.generate(first, **GREEDY | {"max_new_tokens": 4}, return_dict_in_generate=True).past_key_values
-            seen = torch.ones_like(whole)  # also of tokens with the id of padding
-            expected = fresh.generate(whole, past_key_values=past, attention_mask=seen, **GREEDY)[:, whole.shape[1] :]
-            assert torch.equal(answer, expected)
+            assert torch.equal(answer, answer_after_short_answer(kind, prompt, text))
 
 
 def test_saved_states_go_on_beyond_the_limit_or_are_refused(tmp_path):
-    model, (ids, _), turn = rope_model("phi3"), prompt_ids(40), prompt_ids(50, seed=1)[0]
-    saved = load_state(save_state(prefill(model, ids), tmp_path / "full", model=model), model)
-    expected = generate(model, torch.cat([ids, turn], dim=1), **GREEDY)
-    assert torch.equal(generate(model, turn, saved, **GREEDY), expected)
+    model = rope_model("phi3")
+    ids, _ = prompt_ids(40)
+    turn = prompt_ids(50, seed=1)[0]
+    text = torch.cat([ids, turn], dim=1)
+    full_cache = load_state(save_state(prefill(model, ids), tmp_path / "full", model=model), model)
+    assert torch.equal(generate(model, turn, full_cache, **GREEDY), generate(model, text, **GREEDY))
+
     evicted = load_state(save_state(SMALL.start(model, ids), tmp_path / "evicted", model=model), model)
     with refused("prompt", "range"):
         generate(model, turn, evicted, **GREEDY)
-    talk = Conversation(model, SMALL, evicted.state)
-    assert torch.equal(talk.say(turn, **GREEDY), generate(model, torch.cat([ids, turn], dim=1), SMALL, **GREEDY))
+    conversation = Conversation(model, SMALL, evicted.state)
+    assert torch.equal(conversation.say(turn, **GREEDY), generate(model, text, SMALL, **GREEDY))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_that_is_read_at_once_is_scored_as_it_was_generated(kind):
-    model, (ids, _) = rope_model(kind), prompt_ids(60)
-    state, logits = prefill(model, ids), []
+    model = rope_model(kind)
+    ids, _ = prompt_ids(60)
+    state = prefill(model, ids)
     answer = generate(model, ids, **GREEDY)
-    alone = state.copy()
+    by_token = state.copy()
+    expected = []
     for token in answer.split(1, dim=1):
-        alone, one = read(model, alone, token)
-        logits.append(one)
-    after, at_once = read_one_by_one(model, state.copy(), answer)
-    assert_close(at_once, torch.cat(logits, dim=1))
-    assert_close(after.logits, alone.logits)
+        by_token, logits = read(model, by_token, token)
+        expected.append(logits)
+    at_once, logits = read_one_by_one(model, state.copy(), answer)
+    assert_close(logits, torch.cat(expected, dim=1))
+    assert_close(at_once.logits, by_token.logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_batch_keep_their_lengths(kind):
-    model, answer = rope_model(kind), prompt_ids(12, seed=3)[0]
+    model = rope_model(kind)
+    answer = prompt_ids(12, seed=3)[0]
     states = [prefill(model, prompt_ids(length)[0]) for length in (30, 58, 90)]
-    both = join(states)
-    expected = []
-    for state in states:
-        expected.append(read_one_by_one(model, state.copy(), answer)[1])
-    after = both
+    joined = join(states)
+    logits_alone = [read_one_by_one(model, state.copy(), answer)[1] for state in states]
     for token in answer.split(1, dim=1):
-        after, logits = read(model, after, token.expand(3, -1))
-    for row, logits_alone in enumerate(expected):
-        assert_close(logits[row], logits_alone[0, -1:])
-    again, _ = read(model, take_rows(after, [0, 2]), answer[:, :1].expand(2, -1))
-    assert again.rope_lengths.tolist() == [43, 103]
+        joined, logits = read(model, joined, token.expand(3, -1))
+    for row, expected in enumerate(logits_alone):
+        assert_close(logits[row], expected[0, -1:])
+    two_rows, _ = read(model, take_rows(joined, [0, 2]), answer[:, :1].expand(2, -1))
+    assert two_rows.rope_lengths.tolist() == [43, 103]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_and_repeated_contexts_beyond_the_limit(kind):
-    model, (ids, _) = rope_model(kind), prompt_ids(60)
+    model = rope_model(kind)
+    ids, _ = prompt_ids(60)
     for method in (Oracle(24), KVzip(24, KVzip.observer_of(SmallVocabulary()))):
         assert method.start(model, ids).counts().max() <= 60
     expected = expected_answer(kind, ids)
@@ -218,7 +244,8 @@ def test_drafts_and_repeated_contexts_beyond_the_limit(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_afterwards_as_it_was(kind):
-    model, (ids, _) = rope_model(kind), prompt_ids(80)
+    model = rope_model(kind)
+    ids, _ = prompt_ids(80)
     before = {name: value.clone() for name, value in model.named_buffers()}
     generate(model, ids, SMALL, **GREEDY)
     rotary = model.model.rotary_emb
@@ -233,8 +260,9 @@ def test_threads_do_not_disturb_each_other():
     prompts = [prompt_ids(length, seed=length)[0] for length in (30, 60, 90, 64)]
     alone = [generate(model, ids, SMALL, **GREEDY) for ids in prompts]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda ids: generate(model, ids, SMALL, **GREEDY), prompts * 3))
-    assert all(torch.equal(one, other) for one, other in zip(found, alone * 3, strict=True))
+        answers = list(pool.map(lambda ids: generate(model, ids, SMALL, **GREEDY), prompts * 3))
+    for answer, expected in zip(answers, alone * 3, strict=True):
+        assert torch.equal(answer, expected)
 
 
 def test_only_some_models_have_a_limit():
@@ -242,15 +270,18 @@ def test_only_some_models_have_a_limit():
     for kind in KINDS:
         limit = length_limit(rope_model(kind).config)
         assert limit is not None
-        assert (limit.tokens, limit.rereads) == (LIMIT, kind == "phi3")
+        assert limit.tokens == LIMIT
+        assert limit.rereads == (kind == "phi3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_speculative_decoding_gives_the_same_answer(kind):
-    model, (ids, _) = rope_model(kind), prompt_ids(58)
+    model = rope_model(kind)
+    ids, _ = prompt_ids(58)
     answer = generate(model, ids, **GREEDY)
     for head in (tiny_head(), OracleHead(answer[0], {9}, prompt=58)):
-        assert torch.equal(generate(model, ids, Speculative(head, FullCache(), tokens=5), **GREEDY), answer)
+        speculative = generate(model, ids, Speculative(head, FullCache(), tokens=5), **GREEDY)
+        assert torch.equal(speculative, answer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,15 +300,16 @@ def test_training_reads_both_passes_as_one_text(kind):
     target, predicted = objective.importances(alone)
     ids, mask = prompt_ids(90, 50)
     ids[1, 40:] = alone.prompt_ids[0]
-    both = Batch(ids, alone.answer_ids.expand(2, -1), mask.bool())
-    targets, predictions = objective.importances(both)
-    for one, of_both in zip([*target, *predicted], [*targets, *predictions], strict=True):
-        assert_close(of_both[1:, :, 40:], one)
+    padded_batch = Batch(ids, alone.answer_ids.expand(2, -1), mask.bool())
+    targets, predictions = objective.importances(padded_batch)
+    for layer, expected in zip([*targets, *predictions], [*target, *predicted], strict=True):
+        assert_close(layer[1:, :, 40:], expected)
+
     fresh = rope_model(kind)
     fresh.set_attn_implementation("eager")
-    soft = module.tokens.detach()[None]
-    text = torch.cat([fresh.get_input_embeddings()(alone.prompt_ids), soft], dim=1)
-    padded = torch.cat([text, text[:, :10]], dim=1)  # as long as prompt, answer and soft tokens
+    soft_tokens = module.tokens.detach()[None]
+    embedded = torch.cat([fresh.get_input_embeddings()(alone.prompt_ids), soft_tokens], dim=1)
+    padded = torch.cat([embedded, embedded[:, :10]], dim=1)  # as long as prompt, answer and soft tokens
     attentions = fresh(inputs_embeds=padded, output_attentions=True, use_cache=False).attentions
-    for found, weights in zip(predicted, attentions, strict=True):
-        assert_close(found, weights[:, :, 50:58, :50].mean(dim=2))
+    for layer, weights in zip(predicted, attentions, strict=True):
+        assert_close(layer, weights[:, :, 50:58, :50].mean(dim=2))

@@ -1,5 +1,6 @@
 """Prefill, eviction and decoding on tiny random models, against full attention and against one another."""
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -28,23 +29,24 @@ from tests.runtime.scoring import recorded
 from tests.runtime.test_ragged import random_cache
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftObserver(OwnAnswer(8)))]
+SMALL_SNAPKV = SnapKV(12, window=4)
+SMALL = [StreamingLLM(12), SMALL_SNAPKV, Oracle(12, DraftObserver(OwnAnswer(8)))]
 
 
 @pytest.mark.parametrize(("family", "chunk"), [("qwen3", 1), ("llama", 7), ("qwen3", 64)])
-def test_chunked_prefill_equals_whole(family, chunk):
+def test_chunked_prefill_equals_one_pass(family, chunk):
     model = tiny_model(family)
     ids, mask = prompt_ids(40, 23)
-    whole, chunked = (prefill(model, ids, mask, chunk=each, needs=Needs(8, accumulated=True)) for each in (None, chunk))
-    assert_close(whole.logits, chunked.logits)
-    for pair in zip(recorded(whole, "queries"), recorded(chunked, "queries"), strict=True):
-        assert_close(*pair)
-    for pair in zip(recorded(whole, "accumulated"), recorded(chunked, "accumulated"), strict=True):
-        assert_close(*pair)
+    needs = Needs(8, accumulated=True)
+    one_pass = prefill(model, ids, mask, needs=needs)
+    chunked = prefill(model, ids, mask, chunk=chunk, needs=needs)
+    assert_close(one_pass.logits, chunked.logits)
+    for name in ("queries", "accumulated"):
+        assert_close(recorded(one_pass, name), recorded(chunked, name))
     real = mask.bool()[:, None, :, None]
-    for (keys, values, _), (keys2, values2, _) in zip(whole.entries(), chunked.entries(), strict=True):
-        assert_close(keys * real, keys2 * real)
-        assert_close(values * real, values2 * real)
+    for expected, layer in zip(one_pass.entries(), chunked.entries(), strict=True):
+        assert_close(expected.keys * real, layer.keys * real)
+        assert_close(expected.values * real, layer.values * real)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,17 +54,19 @@ def test_full_cache_decodes_as_transformers_does(family):
     model = tiny_model(family)
     ids, mask = prompt_ids(30, 11)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
-    assert torch.equal(generate(model, ids, attention_mask=mask, max_new_tokens=9, do_sample=False), expected[:, 30:])
+    answer = generate(model, ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    assert torch.equal(answer, expected[:, 30:])
 
 
 def test_observing_leaves_the_prompt_untouched():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(40)[0])
-    before = [tensor.clone() for each in prefilled.entries() for tensor in each[:2]]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in prefilled.entries()]
     for method in (*SMALL, SnapKV(99, window=4)):  # the last one keeps all
         decode(model, method.compress_state(model, prefilled), stop_after(4, None), pad_token=0)
-    after = [tensor for each in prefilled.entries() for tensor in each[:2]]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    for (keys, values), layer in zip(before, prefilled.entries(), strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class _Ones(Observer):
 
 
 @pytest.mark.parametrize(
-    ("observer", "said"),
+    ("observer", "message"),
     [
         (_Ones((1, 2, 5)), r"scores of shape \[1, 2, 5\] for a layer; expected \[1, 2, 40\] by KV head, or a"),
         (_Ones((1, 3, 40)), r"scores of shape \[1, 3, 40\] for a layer"),
@@ -85,34 +89,38 @@ class _Ones(Observer):
         (_Ones((1, 2, 40), layers=2), "scores for 2 layers; there are 3"),
     ],
 )
-def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
+def test_scores_of_other_shapes_than_the_cache_are_refused(observer, message):
     """By `compress`, and where a sweep shares the scores: fewer scores would keep fewer entries without a word."""
-    model, method = tiny_model(), Evict(12, observer)
+    model = tiny_model()
+    method = Evict(12, observer)
     state = prefill(model, prompt_ids(40)[0])
-    with refused("scores", "data"):
+    with refused("scores", "data") as error:
         method.compress_state(model, state)
-    with refused("scores", "data"):
+    assert re.search(message, str(error.value))
+    with refused("scores", "data") as error:
         method.importance(model, state, observer(model, state, method.reduce))
+    assert re.search(message, str(error.value))
 
 
 @pytest.mark.parametrize("heads", [2, 4])
 def test_scores_are_by_kv_head_or_by_query_head(heads):
     model = tiny_model()
-    kept = Evict(12, _Ones((1, heads, 40))).compress_state(model, prefill(model, prompt_ids(40)[0]))
-    assert kept.counts().unique().tolist() == [12]
+    evicted = Evict(12, _Ones((1, heads, 40))).compress_state(model, prefill(model, prompt_ids(40)[0]))
+    assert evicted.counts().unique().tolist() == [12]
 
 
 def test_an_observer_without_queries_says_so():
     model = tiny_model()
     with refused("window", "state"):
-        SMALL[1].compress_state(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
+        SMALL_SNAPKV.compress_state(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
 
 
 PACKED = [Kivi(2, 8, 8), SpeCache(2, 8, 8, topk=4), SpeCache(2, 8, 8, topk=4, speculative=False)]
 
 
 def test_h2o_refuses_a_state_that_another_method_has_read():
-    model, ids = tiny_model(), prompt_ids(60)[0]
+    model = tiny_model()
+    ids = prompt_ids(60)[0]
     conversation = Conversation(model, H2O(40), SnapKV(40).start(model, ids))
     with refused("needs", "state"):
         conversation.say(ids[:, :20], max_new_tokens=3)
@@ -126,20 +134,23 @@ def test_a_draft_that_does_not_fit_the_context_is_refused(method):
 
 
 def test_a_draft_model_of_a_short_context_is_refused():
-    model, draft = tiny_model(), tiny_draft(max_position_embeddings=64)
-    for run in (
-        ModelDrafter(draft, 5).write,
-        lambda _, ids: small_specpc(draft=draft, lookahead=5).draft_scores(model, ids[0]),
+    model = tiny_model()
+    draft = tiny_draft(max_position_embeddings=64)
+    drafter = ModelDrafter(draft, 5)
+    specpc = small_specpc(draft=draft, lookahead=5)
+    for read_by_draft in (
+        lambda ids: drafter.write(model, ids),
+        lambda ids: specpc.draft_scores(model, ids[0]),
     ):
-        run(model, prompt_ids(59)[0])
+        read_by_draft(prompt_ids(59)[0])
         with refused("lookahead", "range"):
-            run(model, prompt_ids(60)[0])
+            read_by_draft(prompt_ids(60)[0])
 
 
 @pytest.mark.parametrize("method", PACKED, ids=repr)
 def test_a_packed_state_is_neither_saved_nor_continued_from(method, tmp_path):
-    model, ids = tiny_model(), prompt_ids(40)[0]
-    state = method.start(model, ids)
+    model = tiny_model()
+    state = method.start(model, prompt_ids(40)[0])
     with refused("state", "state"):
         save_state(state, tmp_path, model=model)
     assert not list(tmp_path.iterdir())
@@ -164,5 +175,9 @@ def test_ragged_layers_are_cropped_to_their_last_eviction_at_most():
     assert cache.get_seq_length() == 52
     cache.crop(-2)
     assert cache.get_seq_length() == 50
-    held = [each.entries().real for each in full_layers(cache)]
-    assert [None if real is None else real.sum(dim=-1).tolist() for real in held] == [[[3, 1]]] * 2
+    layers = full_layers(cache)
+    assert len(layers) == 2
+    for layer in layers:
+        real = layer.entries().real
+        assert real is not None
+        assert real.sum(dim=-1).tolist() == [[3, 1]]

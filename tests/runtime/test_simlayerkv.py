@@ -38,23 +38,25 @@ def laziness_of_layers(model: Any, ids: Tensor, recent: int) -> list[float]:
     state = prefill(model, ids)
     laziness = []
     for layer in state.layers:
-        assert layer.recorded is not None and layer.recorded.queries is not None
+        assert layer.recorded is not None
+        assert layer.recorded.queries is not None
         laziness.append(slow_laziness(layer.recorded.queries[0, :, -1], layer.keys[0], recent))
     return laziness
 
 
-def kept_of_layers(state: Any, whole: Any) -> list[list[int]]:
+def kept_of_layers(state: Any, full_cache: Any) -> list[list[int]]:
     """Of each layer the entries that all of its heads keep."""
     kept = []
-    for layer, full in zip(state.entries(), whole.entries(), strict=True):
-        heads = set()
-        for head in range(full.keys.shape[1]):
+    for layer, full_layer in zip(state.entries(), full_cache.entries(), strict=True):
+        kept_of_heads = set()
+        for head in range(full_layer.keys.shape[1]):
             keys = layer.keys[0, head]
             if layer.real is not None:
                 keys = keys[layer.real[0, min(head, layer.real.shape[1] - 1)]]
-            heads.add(tuple(torch.cdist(keys, full.keys[0, head]).argmin(dim=1).tolist()))
-        assert len(heads) == 1
-        kept.append([*heads.pop()])
+            positions = torch.cdist(keys, full_layer.keys[0, head]).argmin(dim=1)
+            kept_of_heads.add(tuple(positions.tolist()))
+        (kept_of_layer,) = kept_of_heads
+        kept.append([*kept_of_layer])
     return kept
 
 
@@ -109,13 +111,13 @@ def test_the_first_units_of_the_order_are_short() -> None:
     real = np.array([[10, 10], [10, 4], [10, 10]])
     short = np.array([[3, 3], [3, 3], [3, 3]])
     order = np.array([1, 2, 0])
-    cases = [(10, [[10, 10], [10, 4], [10, 10]]), (8, [[10, 10], [5, 4], [10, 9]]), (1, [[1, 1], [1, 1], [1, 1]])]
-    for budget, expected in cases:
-        if budget == 8:  # 48 entries: the second unit is short, and the third has to share
-            counts = shortened(real, short, order, budget)
-            assert counts.sum() == 48 and counts[0].tolist() == [10, 10] and (counts[1] >= 3).all()
-            continue
-        assert shortened(real, short, order, budget).tolist() == expected
+    assert shortened(real, short, order, 10).tolist() == [[10, 10], [10, 4], [10, 10]]
+    assert shortened(real, short, order, 1).tolist() == [[1, 1], [1, 1], [1, 1]]
+
+    counts = shortened(real, short, order, 8)  # 48 entries: the second unit is short, and the third has to share
+    assert counts.sum() == 48
+    assert counts[0].tolist() == [10, 10]
+    assert (counts[1] >= 3).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

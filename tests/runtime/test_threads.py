@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kvgrad": {"observer": {"chunk": 40}},
     "quest": {},
 }
-BUDGETS = {"quest": 40}
+BUDGETS = {"quest": 40, "kivi": None}
 PLAIN = "transformers"
 
 
@@ -36,17 +36,21 @@ def models() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def methods(models, tmp_path_factory) -> list[dict[str, Any]]:
-    made = []
-    for place, model in enumerate(models):
-        adapter = save(random_on(model, replace(SHAPE, queries="max")), tmp_path_factory.mktemp("adapter") / str(place))
-        draft, tokenizer = LoadedDraft("tiny", "1", tiny_model(seed=3)), cast(Any, SmallVocabulary())
-        resources = Resources(adapter=adapter, draft=draft, tokenizer=tokenizer)
-        budgets = {name: BUDGETS.get(name, 16) for name in METHODS} | {"kivi": None}
-        made.append({name: make_method(name, budgets[name], resources, **each) for name, each in METHODS.items()})
-    return made
+    """For each model, the methods by name."""
+    methods = []
+    for index, model in enumerate(models):
+        module = random_on(model, replace(SHAPE, queries="max"))
+        adapter = save(module, tmp_path_factory.mktemp("adapter") / str(index))
+        draft = LoadedDraft("tiny", "1", tiny_model(seed=3))
+        resources = Resources(adapter=adapter, draft=draft, tokenizer=cast(Any, SmallVocabulary()))
+        by_name = {}
+        for name, options in METHODS.items():
+            by_name[name] = make_method(name, BUDGETS.get(name, 16), resources, **options)
+        methods.append(by_name)
+    return methods
 
 
-def _answer(model: Any, method: Any, seed: int) -> list[int]:
+def answer_of(model: Any, method: Any, seed: int) -> list[int]:
     ids = prompt_ids(60 + seed, seed=seed)[0]
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
     if method is None:
@@ -54,37 +58,39 @@ def _answer(model: Any, method: Any, seed: int) -> list[int]:
     return generate(model, ids, method, **options)[0].tolist()
 
 
-def _jobs(models: list[Any], methods: list[dict[str, Any]]) -> list[tuple[Any, Any, int]]:
-    names = [*METHODS, PLAIN]
-    return [
-        (model, own.get(name), seed)
-        for seed in range(4)
-        for name in names
-        for model, own in zip(models, methods, strict=True)
-    ]
+def jobs_of(models: list[Any], methods: list[dict[str, Any]]) -> list[tuple[Any, Any, int]]:
+    """Models, methods or none, and seeds of prompts."""
+    jobs = []
+    for seed in range(4):
+        for name in [*METHODS, PLAIN]:
+            for model, by_name in zip(models, methods, strict=True):
+                jobs.append((model, by_name.get(name), seed))
+    return jobs
 
 
 def test_threads_answer_as_one_after_the_other(models, methods):
-    jobs = _jobs(models, methods)
-    alone = [_answer(*job) for job in jobs]
+    jobs = jobs_of(models, methods)
+    alone = [answer_of(*job) for job in jobs]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda job: _answer(*job), jobs))
+        together = list(pool.map(lambda job: answer_of(*job), jobs))
     assert together == alone
     assert [model.config._attn_implementation for model in models] == ["sdpa", "sdpa"]
 
 
 def test_tasks_answer_as_one_after_the_other(models, methods):
-    jobs = _jobs(models, methods)[:24]
+    jobs = jobs_of(models, methods)[:24]
 
     async def all_at_once() -> list[list[int]]:
-        return await asyncio.gather(*(asyncio.to_thread(_answer, *job) for job in jobs))
+        return await asyncio.gather(*(asyncio.to_thread(answer_of, *job) for job in jobs))
 
-    assert asyncio.run(all_at_once()) == [_answer(*job) for job in jobs]
+    assert asyncio.run(all_at_once()) == [answer_of(*job) for job in jobs]
 
 
 def test_steps_attend_without_cudnn_and_prompts_with_it(models):
     """Threads that overlap leave the setting of the process as it was."""
-    (model, _), enabled = models, torch.backends.cuda.cudnn_sdp_enabled
+    model, _ = models
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    snapkv = make_method("snapkv", 16, window=8)
     during: dict[int, set[bool]] = {}
 
     def look(module, inputs, options):
@@ -93,13 +99,13 @@ def test_steps_attend_without_cudnn_and_prompts_with_it(models):
     hook = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         assert enabled()
-        _answer(model, None, 20)
+        answer_of(model, None, 20)
         assert during.pop(1) == {True}  # a plain call is the caller's own
         during.clear()
-        _answer(model, make_method("snapkv", 16, window=8), 20)
+        answer_of(model, snapkv, 20)
         assert during == {80: {True}, 1: {False}}
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda seed: _answer(model, make_method("snapkv", 16, window=8), seed), range(8)))
+            list(pool.map(lambda seed: answer_of(model, snapkv, seed), range(8)))
         assert enabled()
     finally:
         hook.remove()
