@@ -29,12 +29,12 @@ _CACHES = "ignore:.*cache.*"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_generate_is_refused_and_changes_nothing(name: str, tmp_path: Path) -> None:
-    model, method = family_model("Llama 3"), method_of(name, "Llama 3", tmp_path)
-    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-    past = method.compress(model, **inputs)
+    model = family_model("Llama 3")
+    method = method_of(name, "Llama 3", tmp_path)
+    past = method.compress(model, input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT))
     expected = generate(model, LONGER, method, past_key_values=past, **GREEDY)
     plain: dict[str, Any] = {"past_key_values": past, **GREEDY}
-    for ask in (
+    for use in (
         lambda: model.generate(LONGER, **plain),
         lambda: model.generate(TURN, num_beams=2, **plain),
         lambda: model.generate(LONGER, **plain | {"past_key_values": copy.deepcopy(past)}),
@@ -44,7 +44,7 @@ def test_a_plain_generate_is_refused_and_changes_nothing(name: str, tmp_path: Pa
         lambda: past.reset(),
     ):
         with refused("past_key_values", "state"):
-            ask()
+            use()
     assert torch.equal(generate(model, LONGER, method, past_key_values=past, **GREEDY), expected)
 
 
@@ -63,7 +63,8 @@ def test_a_plain_generate_is_refused_and_changes_nothing(name: str, tmp_path: Pa
 )
 def test_layers_of_every_kind_stay_as_they_are(family: str) -> None:
     """Layers with a window or a recurrent state may come before the first with full attention."""
-    model, method = family_model(family), StreamingLLM(12)
+    model = family_model(family)
+    method = StreamingLLM(12)
     past = method.compress(model, input_ids=PROMPT)
     expected = generate(model, LONGER, method, past_key_values=past, **GREEDY)
     for cache in (past, past.state.cache):
@@ -74,21 +75,26 @@ def test_layers_of_every_kind_stay_as_they_are(family: str) -> None:
 
 def test_a_conversation_and_a_saved_state_stay_as_they_are(tmp_path: Path) -> None:
     model = tiny_model()
-    talk, undisturbed = Conversation(model, SMALL), Conversation(model, SMALL)
-    for each in (talk, undisturbed):
-        each.say(PROMPT, **GREEDY)
-    assert talk.state is not None
+    conversation = Conversation(model, SMALL)
+    undisturbed = Conversation(model, SMALL)
+    conversation.say(PROMPT, **GREEDY)
+    undisturbed.say(PROMPT, **GREEDY)
+    assert conversation.state is not None
+    with refused("past_key_values", "state"):
+        ids = torch.cat([conversation.ids, TURN], dim=1)
+        model.generate(ids, past_key_values=conversation.state.cache, **GREEDY)
+    assert torch.equal(conversation.say(TURN, **GREEDY), undisturbed.say(TURN, **GREEDY))
+
     saved = load_state(save_state(SMALL.start(model, PROMPT), tmp_path, model=model), model)
     expected = generate(model, TURN, saved, **GREEDY)
-    for cache, ids in ((talk.state.cache, torch.cat([talk.ids, TURN], dim=1)), (saved.state.cache, LONGER)):
-        with refused("past_key_values", "state"):
-            model.generate(ids, past_key_values=cache, **GREEDY)
-    assert torch.equal(talk.say(TURN, **GREEDY), undisturbed.say(TURN, **GREEDY))
+    with refused("past_key_values", "state"):
+        model.generate(LONGER, past_key_values=saved.state.cache, **GREEDY)
     assert torch.equal(generate(model, TURN, saved, **GREEDY), expected)
 
 
 def test_a_state_whose_cache_has_grown_is_refused() -> None:
-    model, state = tiny_model(), SMALL.start(tiny_model(), PROMPT)
+    model = tiny_model()
+    state = SMALL.start(tiny_model(), PROMPT)
     after, _ = read(model, state, TURN)
     for use in (
         lambda: read(model, state, TURN),
@@ -131,12 +137,12 @@ def test_a_past_of_another_model_or_another_state_is_refused(tmp_path: Path) -> 
         generate(model, LONGER, saved, past_key_values=past, **GREEDY)
 
 
-WIDTH = LONGER.shape[1]
-ASKED: dict[str, tuple[dict[str, Any], str, Code]] = {
-    "a hole": ({"attention_mask": (torch.arange(WIDTH) != 4).long()[None]}, "attention_mask", "conflict"),
-    "padding": ({"attention_mask": (torch.arange(WIDTH) > 2).long()[None]}, "attention_mask", "conflict"),
+LENGTH = LONGER.shape[1]
+OPTIONS: dict[str, tuple[dict[str, Any], str, Code]] = {
+    "a hole": ({"attention_mask": (torch.arange(LENGTH) != 4).long()[None]}, "attention_mask", "conflict"),
+    "padding": ({"attention_mask": (torch.arange(LENGTH) > 2).long()[None]}, "attention_mask", "conflict"),
     "a short mask": ({"attention_mask": (torch.arange(9) > 2).long()[None]}, "attention_mask", "data"),
-    "positions": ({"position_ids": torch.arange(WIDTH)[None] + 1}, "position_ids", "data"),
+    "positions": ({"position_ids": torch.arange(LENGTH)[None] + 1}, "position_ids", "data"),
     "positions of the turn": ({"position_ids": torch.arange(5)[None]}, "position_ids", "data"),
     "no cache": ({"use_cache": False}, "use_cache", "conflict"),
     "no cache, configured": (
@@ -151,32 +157,35 @@ ASKED: dict[str, tuple[dict[str, Any], str, Code]] = {
 
 
 @pytest.mark.filterwarnings(_CACHES)
-@pytest.mark.parametrize("asked", ASKED)
-def test_what_is_asked_beside_a_past_is_refused(asked: str) -> None:
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_contradict_a_past_are_refused(case: str) -> None:
     model = tiny_model()
-    options, field, code = ASKED[asked]
+    options, field, code = OPTIONS[case]
     past = SMALL.compress(model, input_ids=PROMPT)
     greedy = {} if "generation_config" in options else GREEDY
     with refused(field, code):
         model.generate(LONGER, custom_generate=SMALL, past_key_values=past, **greedy | options)
 
 
-@pytest.mark.parametrize("method", [SMALL, FullCache(), Truncation(20)], ids=lambda each: type(each).__name__)
-def test_what_can_be_honoured_beside_a_past_is(method: Any) -> None:
+@pytest.mark.parametrize("method", [SMALL, FullCache(), Truncation(20)], ids=lambda method: type(method).__name__)
+def test_options_that_agree_with_a_past_are_honoured(method: Any) -> None:
     """A mask and positions that say what was read, padding included, and a prefill in chunks."""
     model = tiny_model()
-    padded, mask = torch.cat([PROMPT.new_zeros(1, 3), PROMPT], dim=1), torch.ones(1, 44).long()
+    unpadded_past = method.compress(model, input_ids=PROMPT)
+    expected = generate(model, LONGER, method, past_key_values=unpadded_past, **GREEDY)
+
+    padded = torch.cat([PROMPT.new_zeros(1, 3), PROMPT], dim=1)
+    mask = torch.ones(1, 44).long()
     mask[:, :3] = 0
     past = method.compress(model, input_ids=padded, attention_mask=mask)
-    ids, marks = torch.cat([padded, TURN], dim=1), torch.cat([mask, torch.ones_like(TURN)], dim=1)
-    own = method.compress(model, input_ids=PROMPT)
-    expected = generate(model, LONGER, method, past_key_values=own, **GREEDY)
-    positions = (marks.cumsum(1) - 1).clamp(min=0)
+    ids = torch.cat([padded, TURN], dim=1)
+    mask_with_turn = torch.cat([mask, torch.ones_like(TURN)], dim=1)
+    positions = (mask_with_turn.cumsum(1) - 1).clamp(min=0)
     for options in (
         {},
-        {"attention_mask": marks},
-        {"attention_mask": marks, "position_ids": positions},
-        {"attention_mask": marks.bool(), "prefill_chunk_size": 2},
+        {"attention_mask": mask_with_turn},
+        {"attention_mask": mask_with_turn, "position_ids": positions},
+        {"attention_mask": mask_with_turn.bool(), "prefill_chunk_size": 2},
     ):
-        found = generate(model, ids, method, past_key_values=past, **options, **GREEDY)
-        assert torch.equal(found, expected)
+        answer = generate(model, ids, method, past_key_values=past, **options, **GREEDY)
+        assert torch.equal(answer, expected)

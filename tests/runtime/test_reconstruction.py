@@ -1,6 +1,7 @@
 """KVzip, KVzip+ and KVgrad against written-out definitions: plain passes over prompt and probe, loops in float64."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,13 @@ from tests.refused import refused
 from tests.runtime.scoring import kept_entries
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
-BUDGET, CHUNK, GROUP, WIDTH = 16, 20, 2, 8
+BUDGET = 16
+CHUNK = 20
+LAYERS = 3
+KV_HEADS = 2
+GROUP = 2
+"""Query heads of a KV head."""
+WIDTH = 8
 TOKENIZER = tiny_tokenizer()
 USER = TOKENIZER.encode("<|user|>")[0]
 
@@ -26,75 +33,130 @@ def tiny():
 
 
 def probes(prompt):
-    """What repeats each chunk: its first place, and the ids. The template's <|user|> is not repeated."""
+    """What repeats each chunk: its start, and the ids. The template's <|user|> is not repeated."""
     first = int(prompt[0] == USER)
     for start in range(first, len(prompt), CHUNK):
-        text = "\n\nRepeat the previous context exactly."
-        if start > first:
+        if start == first:
+            request = TOKENIZER.encode("\n\nRepeat the previous context exactly.")
+        else:
             text = "\n\nRepeat the part of the previous context exactly, starting with"
-        asked = TOKENIZER.encode(text) + (prompt[start - 8 : start] if start > first else [])
-        yield start, asked + TOKENIZER.encode("<|end|><|assistant|>") + prompt[start : start + CHUNK]
+            request = TOKENIZER.encode(text) + prompt[start - 8 : start]
+        yield start, request + TOKENIZER.encode("<|end|><|assistant|>") + prompt[start : start + CHUNK]
 
 
-def read(model, prompt, probe):
-    """Of each layer: queries and keys [heads][tokens][d] of prompt and probe, and the norms of rows for each method."""
-    seen: list[Any] = []
+@dataclass
+class LayerPass:
+    """What a layer saw of prompt and probe, T tokens.
+
+    Attributes:
+        query: [H, T, d] float64.
+        key: [K, T, d] float64.
+        input_norms: Norms of the hidden states that the attention reads, [T].
+        gradient_norms: Norms of the gradients at the attention's output, [T].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    input_norms: torch.Tensor
+    gradient_norms: torch.Tensor
+
+
+def read(model, prompt, probe) -> list[LayerPass]:
+    """Each layer's part in one pass over prompt and probe."""
+    queries_and_keys: list[Any] = []
     inputs: list[Any] = []
-    outputs: list[Any] = []
-    hooks = [layer.self_attn.register_forward_pre_hook(_into(inputs), with_kwargs=True) for layer in model.model.layers]
-    hooks += [layer.self_attn.o_proj.register_forward_hook(lambda *a: outputs.append(a[2])) for layer in _layers(model)]
-    hooks += [_layers(model)[-1].register_forward_hook(lambda *a: outputs.append(a[2]))]
+    attention_outputs: list[Any] = []
+    last_outputs: list[Any] = []
+
+    def record_input(module, args, options):
+        inputs.append(options["hidden_states"].detach())
+
+    def record_attention_output(module, args, output):
+        attention_outputs.append(output)
+
+    def record_last_output(module, args, output):
+        last_outputs.append(output)
+
+    layers = model.model.layers
+    hooks = []
+    for layer in layers:
+        hooks.append(layer.self_attn.register_forward_pre_hook(record_input, with_kwargs=True))
+        hooks.append(layer.self_attn.o_proj.register_forward_hook(record_attention_output))
+    hooks.append(layers[-1].register_forward_hook(record_last_output))
     with recording(model):
-        model(torch.tensor([prompt + probe]), recorder=lambda _, query, key, *__: seen.append((query[0], key[0])))
+        model(
+            torch.tensor([prompt + probe]),
+            recorder=lambda _, query, key, *__: queries_and_keys.append((query[0].double(), key[0].double())),
+        )
     for hook in hooks:
         hook.remove()
-    *added, last = outputs
-    phi = last[0, len(prompt) :].square().sum()
-    gradients = torch.autograd.grad(phi, added)
-    norms = [(each[0].norm(dim=-1), slope[0].norm(dim=-1)) for each, slope in zip(inputs, gradients, strict=True)]
-    return [(*map(torch.Tensor.double, pair), *of) for pair, of in zip(seen, norms, strict=True)]
+
+    (last_output,) = last_outputs
+    phi = last_output[0, len(prompt) :].square().sum()
+    gradients = torch.autograd.grad(phi, attention_outputs)
+    passes = []
+    for (query, key), hidden, gradient in zip(queries_and_keys, inputs, gradients, strict=True):
+        passes.append(LayerPass(query, key, hidden[0].norm(dim=-1), gradient[0].norm(dim=-1)))
+    return passes
 
 
-def _layers(model):
-    return model.model.layers
+def dot(left, right):
+    return sum(x * y for x, y in zip(left.tolist(), right.tolist(), strict=True))
 
 
-def _into(inputs):
-    return lambda module, args, kwargs: inputs.append(kwargs["hidden_states"].detach())
+def probe_scores(name, layer: LayerPass, head, entries, written_norms, probe_rows):
+    """The largest score of each entry over the rows of a probe, for one query head."""
+    best = [0.0] * len(entries)
+    for row in probe_rows:
+        seen = [*entries, *range(probe_rows.start, row + 1)]
+        powers = []
+        for position in seen:
+            logit = dot(layer.query[head, row], layer.key[head // GROUP, position]) / math.sqrt(WIDTH)
+            powers.append(math.exp(logit))
+        factor = 1.0
+        if name == "kvzip+":
+            factor = 1 / layer.input_norms[row].item()
+        if name == "kvgrad":
+            factor = layer.gradient_norms[row].item()
+        for index, written_norm in enumerate(written_norms):
+            score = powers[index] / sum(powers)
+            if name != "kvzip":
+                score *= written_norm
+            best[index] = max(best[index], score * factor)
+    return best
 
 
-def dot(one, other):
-    return sum(x * y for x, y in zip(one.tolist(), other.tolist(), strict=True))
-
-
-def reference(name, model, prompt, budget=BUDGET):
-    """The kept entries of each layer and KV head."""
+def reference_scores(name, model, prompt) -> dict[tuple[int, int, int], float]:
+    """The score of each layer, KV head and entry."""
     values = [layer.values[0] for layer in model(torch.tensor([prompt])).past_key_values.layers]
     scores: dict[tuple[int, int, int], float] = {}
     for start, probe in probes(prompt):
         entries = [*range(min(4, start)), *range(start, min(start + CHUNK, len(prompt)))]
-        for layer, (query, key, read_norms, slopes) in enumerate(read(model, prompt, probe)):
-            weight = _layers(model)[layer].self_attn.o_proj.weight
-            for head in range(4):
-                part = weight[:, head * WIDTH : (head + 1) * WIDTH]
-                written = [(part @ values[layer][head // GROUP, entry]).norm().item() for entry in entries]
-                for row in range(len(prompt), len(prompt) + len(probe)):
-                    seen = [*entries, *range(len(prompt), row + 1)]
-                    powers = [
-                        math.exp(dot(query[head, row], key[head // GROUP, each]) / math.sqrt(WIDTH)) for each in seen
-                    ]
-                    for place, entry in enumerate(entries):
-                        score = powers[place] / sum(powers)
-                        if name != "kvzip":
-                            score *= written[place]
-                        score *= {"kvzip+": 1 / read_norms[row].item(), "kvgrad": slopes[row].item()}.get(name, 1.0)
-                        at = layer, head // GROUP, entry
-                        if entry >= start:
-                            scores[at] = max(scores.get(at, 0.0), score)
-    sinks = [(layer, head, entry) for layer in range(3) for head in range(2) for entry in range(4)]
-    best = sorted((at for at in scores if at[2] >= 4), key=lambda at: (-scores[at], at))
-    chosen = {*sinks, *best[: 6 * budget - len(sinks)]}
-    return [[[e for e in range(len(prompt)) if (layer, head, e) in chosen] for head in range(2)] for layer in range(3)]
+        probe_rows = range(len(prompt), len(prompt) + len(probe))
+        for index, layer in enumerate(read(model, prompt, probe)):
+            output_weight = model.model.layers[index].self_attn.o_proj.weight
+            for head in range(KV_HEADS * GROUP):
+                kv_head = head // GROUP
+                head_weight = output_weight[:, head * WIDTH : (head + 1) * WIDTH]
+                written_norms = [(head_weight @ values[index][kv_head, entry]).norm().item() for entry in entries]
+                best = probe_scores(name, layer, head, entries, written_norms, probe_rows)
+                for entry, score in zip(entries, best, strict=True):
+                    if entry >= start:
+                        scores[index, kv_head, entry] = max(scores.get((index, kv_head, entry), 0.0), score)
+    return scores
+
+
+def reference(name, model, prompt, budget=BUDGET):
+    """The kept entries of each layer and KV head: 4 sinks of each, and the best of all."""
+    scores = reference_scores(name, model, prompt)
+    heads = [(layer, head) for layer in range(LAYERS) for head in range(KV_HEADS)]
+    candidates = [entry for entry in scores if entry[2] >= 4]
+    ranked = sorted(candidates, key=lambda entry: (-scores[entry], entry))
+    best = ranked[: len(heads) * (budget - 4)]
+    kept = [[[0, 1, 2, 3] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
+    for layer, head, position in sorted(best):
+        kept[layer][head].append(position)
+    return kept
 
 
 def method_of(name, budget=BUDGET):
@@ -108,8 +170,8 @@ def test_methods_keep_what_their_definitions_say(name, tiny):
     ids, mask = prompt_ids(53, 38, 9, seed=1)
     batch = kept_entries(method_of(name), tiny, ids, mask)
     chat = torch.cat([torch.tensor([[USER]]), ids[:1, 1:]], dim=1)
-    beside = torch.cat([ids[1:2], chat])
-    assert kept_entries(method_of(name), tiny, beside, mask[[1, 0]])[1] == reference(name, tiny, chat[0].tolist())
+    batch_with_chat = kept_entries(method_of(name), tiny, torch.cat([ids[1:2], chat]), mask[[1, 0]])
+    assert batch_with_chat[1] == reference(name, tiny, chat[0].tolist())
     for row, length in enumerate((53, 38)):
         alone = ids[row : row + 1, 53 - length :]
         expected = reference(name, tiny, alone[0].tolist())
@@ -126,32 +188,39 @@ def test_batches_chunks_and_inference_mode_change_nothing(name, tiny):
     batch = kept_entries(method, tiny, ids, mask)
     with torch.inference_mode():
         inferred = kept_entries(method, tiny, ids, mask)
-    assert batch == inferred and batch[1] == kept_entries(method, tiny, ids[1:2, 16:])[0]
-    assert all(each.requires_grad and each.grad is None for each in tiny.parameters())
+    assert batch == inferred
+    assert batch[1] == kept_entries(method, tiny, ids[1:2, 16:])[0]
+    for parameter in tiny.parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is None
     assert method.start(tiny, ids, mask).counts().sum(dim=(0, 2)).tolist() == [96, 96, 48]
 
 
 @pytest.mark.parametrize("name", ["kvzip", "kvgrad"])
 def test_an_evicted_cache_can_be_evicted_again(name, tiny):
-    """While decoding, and at the next turn, when entries no longer tell their places."""
+    """While decoding, and at the next turn, when entries no longer tell their positions."""
     ids = prompt_ids(41, seed=3)[0]
-    whole = generate(tiny, ids, method_of(name, 24), max_new_tokens=8, eos_token_id=None)
-    assert whole.shape == (1, 8)
-    talk = Conversation(tiny, method_of(name, 24))
-    talk.say(ids, max_new_tokens=8, eos_token_id=None)
-    talk.say(ids[:, :11], max_new_tokens=1, eos_token_id=None)
-    assert talk.state is not None and int(talk.state.counts().sum()) == 6 * 24
+    answer = generate(tiny, ids, method_of(name, 24), max_new_tokens=8, eos_token_id=None)
+    assert answer.shape == (1, 8)
+
+    conversation = Conversation(tiny, method_of(name, 24))
+    conversation.say(ids, max_new_tokens=8, eos_token_id=None)
+    conversation.say(ids[:, :11], max_new_tokens=1, eos_token_id=None)
+    assert conversation.state is not None
+    assert int(conversation.state.counts().sum()) == 6 * 24
 
 
 def test_options_and_limits(tiny):
-    given: Any = TOKENIZER
-    assert (Reconstruction(given).chunk, Attribution(given).chunk) == (2048, 256)  # kvpress's
-    assert method_of("kvgrad") == KVgrad(BUDGET, Attribution(given, CHUNK))
-    assert make_method("kvzip+", 9, Resources(tokenizer=given)) == KVzipPlus(9, Reconstruction(given, normalized=True))
-    KVzip(BUDGET, Reconstruction(given)).check(100, 256)
+    tokenizer: Any = TOKENIZER
+    resources = Resources(tokenizer=tokenizer)
+    assert Reconstruction(tokenizer).chunk == 2048  # kvpress's
+    assert Attribution(tokenizer).chunk == 256  # kvpress's
+    assert method_of("kvgrad") == KVgrad(BUDGET, Attribution(tokenizer, CHUNK))
+    assert make_method("kvzip+", 9, resources) == KVzipPlus(9, Reconstruction(tokenizer, normalized=True))
+    KVzip(BUDGET, Reconstruction(tokenizer)).check(100, 256)
     with refused("prompt", "range"):
-        KVzip(BUDGET, Reconstruction(given)).check(100, 200)
+        KVzip(BUDGET, Reconstruction(tokenizer)).check(100, 200)
     with refused("chunk", "range"):
-        Reconstruction(given, 0)
+        Reconstruction(tokenizer, 0)
     with refused("normalized", "conflict"):
-        Attribution(given, normalized=True)
+        Attribution(tokenizer, normalized=True)
