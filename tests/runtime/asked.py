@@ -22,7 +22,8 @@ class AskingLayer(DynamicLayer, OwnAttention):
         super().__init__()
         self.index = index
         self.lazy_initialization(keys, values)
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -32,11 +33,11 @@ class AskingLayer(DynamicLayer, OwnAttention):
 def asking(cache: Cache) -> Cache:
     """A cache of the same entries in layers that ask."""
     layers: list[Any] = cache.layers
-    return Cache(layers=[AskingLayer(index, each.keys, each.values) for index, each in enumerate(layers)])
+    return Cache(layers=[AskingLayer(index, layer.keys, layer.values) for index, layer in enumerate(layers)])
 
 
 def answer_with(cache: Cache, function: Attend) -> None:
-    """What the layers of a cache attend with from now on."""
+    """Let the layers of a cache attend with `function` from now on."""
     for layer in cache.layers:
         assert isinstance(layer, AskingLayer)
         layer.function = function

@@ -1,4 +1,4 @@
-"""The methods, made so that they work on a short prompt of any family."""
+"""The methods, with options that suit a short prompt of any family."""
 
 import itertools
 from collections import Counter
@@ -25,7 +25,8 @@ from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.models.scorers import tiny_scorer
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
-LENGTH, BUDGET = 41, 16
+LENGTH = 41
+BUDGET = 16
 PROMPT = prompt_ids(LENGTH)[0]
 _TOKENIZER: Any = SmallVocabulary()
 DRAFT = Resources(draft=LoadedDraft("tiny", "1", tiny_model()), tokenizer=_TOKENIZER)
@@ -61,36 +62,35 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
 """What fits the short prompt, and leaves keys at their positions (those that move: `test_rerotate.py`)."""
-OTHERS = {"evict", "fastv", "own_indexer", "qfilters", "duoattention", "restorekv"}
-OTHERS |= {"llmlingua2", "r2c", "sentence_similarity"}
-"""Compositions; what reads nothing but images; what needs an indexer (`test_indexer.py`); what is scored by published
-directions or patterns; what adds entries; what shortens a prompt with another package or reader."""
+OTHERS = {
+    "evict",  # a composition
+    "fastv",  # reads nothing but images
+    "own_indexer",  # needs an indexer: `test_indexer.py`
+    "qfilters",  # scores by published directions
+    "duoattention",  # scores by published patterns
+    "restorekv",  # adds entries
+    "llmlingua2",  # shortens a prompt with another package or reader
+    "r2c",
+    "sentence_similarity",
+}
+"""Methods that the grid leaves out."""
 NAMES = [name for name in METHODS if name not in OTHERS]
-_READING = ("exact_topk", "quest", "specontext", "clusterkv", "infllm", "shadowkv")
-_OWN_FORM = ("kivi", "specache", "think", *_READING)
-REFUSED = (
-    dict.fromkeys(
-        [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache"), ("DeepSeek-V3", "think")],
-        "has layers of latent attention; ",
-    )
-    | {
-        (family, name): "adds a bias by distance"
-        for family in ("Inkling", "Inkling 2")
-        for name in (*_OWN_FORM, "expected_attention", "expected_adakv", "triattention")
-    }
-    | {("Gemma 4 E2B, E4B", name): "read the same entries" for name in _OWN_FORM}
-    | {
-        ("Jamba", name): "read several tokens at once at the start alone"
-        for name in ("oracle", "speckv", "dapq", "lookaheadkv", "kvzip", "kvzip+", "kvgrad")
-    }
-    | {
-        ("GPT-2", "locret"): "has no q_proj, k_proj and v_proj",
-        ("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj",
-        ("DeepSeek-V3", "shadowkv"): "positions in cached keys of deepseek_v3 cannot be undone",
-        ("DeepSeek-V3", "infllm"): "positions in cached keys of deepseek_v3 cannot be undone",
-    }
-)
-"""What is refused, by family and method, and the words of the line that says so."""
+_SPARSE_READERS = ["exact_topk", "quest", "specontext", "clusterkv", "infllm", "shadowkv"]
+_PACKED = ["kivi", "specache", "think"]
+_ESTIMATED_ATTENTION = ["expected_attention", "expected_adakv", "triattention"]  # from the rotation by position
+_READS_AFTER_PROMPT = ["oracle", "speckv", "dapq", "lookaheadkv", "kvzip", "kvzip+", "kvgrad"]
+_REFUSALS = [
+    ("Inkling", [*_PACKED, *_SPARSE_READERS, *_ESTIMATED_ATTENTION], "adds a bias by distance"),
+    ("Inkling 2", [*_PACKED, *_SPARSE_READERS, *_ESTIMATED_ATTENTION], "adds a bias by distance"),
+    ("Gemma 4 E2B, E4B", [*_PACKED, *_SPARSE_READERS], "read the same entries"),
+    ("Jamba", _READS_AFTER_PROMPT, "read several tokens at once at the start alone"),
+    ("GPT-2", ["locret"], "has no q_proj, k_proj and v_proj"),
+    ("DeepSeek-V3", _PACKED, "has layers of latent attention; "),
+    ("DeepSeek-V3", ["locret"], "has no q_proj, k_proj and v_proj"),
+    ("DeepSeek-V3", ["shadowkv", "infllm"], "positions in cached keys of deepseek_v3 cannot be undone"),
+]
+REFUSED = {(family, name): message for family, names, message in _REFUSALS for name in names}
+"""What is refused, by family and method, and a part of the message that says so."""
 WITH_IMAGE = {
     "Qwen2.5-VL (text)": "Qwen2.5-VL with an image",
     "Gemma 3 (multimodal class, text)": "Gemma 3 with an image",
@@ -98,7 +98,9 @@ WITH_IMAGE = {
 """Families of models that read images, and what they are called where there is one in the prompt."""
 
 
-_LOOK_BACK, _SPARSE, _SHORTER = {"look-back"}, {"sparse read"}, {"prompt compression"}
+_LOOK_BACK = {"look-back"}
+_SPARSE = {"sparse read"}
+_SHORTER = {"prompt compression"}
 KINDS: dict[str, set[str]] = {
     "full": {"all entries"},
     "oracle": _LOOK_BACK,
@@ -162,13 +164,11 @@ def family_kinds(family: str) -> set[str]:
     """What keepsight's code depends on in a family's attention."""
     model = family_model(family)
     config = model.config.get_text_config()
-    kinds = {
-        *layer_kinds(model.config),
-        f"{config.num_attention_heads // config.num_key_value_heads} queries a KV head",
-    }
-    found = {
-        "every layer full": {*layer_kinds(model.config)} == {"full_attention"},
-        "no layer full": "full_attention" not in kinds,
+    attention_kinds = set(layer_kinds(model.config))
+    group = config.num_attention_heads // config.num_key_value_heads
+    traits = {
+        "every layer full": attention_kinds == {"full_attention"},
+        "no layer full": "full_attention" not in attention_kinds,
         "latents": has_latents(model),
         "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
@@ -178,19 +178,20 @@ def family_kinds(family: str) -> set[str]:
         "shared entries": len({*entry_owners(model.config)}) < config.num_hidden_layers,
         "Mamba": "mamba" in model.config.model_type or "hybrid" in model.config.model_type,
     }
-    return kinds | {kind for kind, holds in found.items() if holds}
+    kinds = {kind for kind, holds in traits.items() if holds}
+    return attention_kinds | kinds | {f"{group} queries a KV head"}
 
 
 def grid(names: Iterable[str] = NAMES, families: Iterable[str] = FAMILIES) -> list[Any]:
     """Every (family, method) as parameters: a pairwise cover of their kinds, and all others under the mark `grid`."""
     rows = {family: family_kinds(family) for family in families}
     columns = {name: KINDS.get(name, {name}) for name in names}
-    fast = cover(rows, columns)
-    return [
-        pytest.param(family, name, marks=() if (family, name) in fast else pytest.mark.grid, id=f"{family}-{name}")
-        for family in rows
-        for name in columns
-    ]
+    always_run = cover(rows, columns)
+    parameters = []
+    for family, name in itertools.product(rows, columns):
+        marks = [] if (family, name) in always_run else [pytest.mark.grid]
+        parameters.append(pytest.param(family, name, marks=marks, id=f"{family}-{name}"))
+    return parameters
 
 
 def reads_images(family: str, name: str) -> bool:
@@ -206,11 +207,11 @@ def pictured_draft(family: str) -> LoadedDraft:
 
 @cache
 def adapter(family: str, folder: Path) -> Any:
-    """Of heads that share the whole model's budget, by the soft tokens' largest attention times the norm of values."""
-    module = random_on(
-        family_model(family), replace(SHAPE, queries="max", floor=0.25, sharing="model", value_norm=True)
-    )
-    return LookaheadAdapter.load(save(module, folder / family.replace("/", " ")))
+    """An adapter whose heads share the model's budget, by the soft tokens' largest attention times the value norm."""
+    settings = replace(SHAPE, queries="max", floor=0.25, sharing="model", value_norm=True)
+    module = random_on(family_model(family), settings)
+    artifact = folder / family.replace("/", " ")
+    return LookaheadAdapter.load(save(module, artifact))
 
 
 def kv_heads_of(family: str) -> int:
@@ -223,34 +224,43 @@ def method_of(name: str, family: str, folder: Path) -> Any:
     if name == "specontext":
         head = tiny_retrieval_head("none", kv_heads=kv_heads_of(family), max_position_embeddings=1024)
         return SpeContext(LENGTH + 8, head)
-    if issubclass(kind := METHODS[name], ScoredEvict):
-        return kind(BUDGET, TrainedScores(tiny_scorer(kind.scorer, family_model(family))), **OPTIONS.get(name, {}))
-    covers = METHODS[name].selects_each_step and name != "exact_topk"
-    budget = LENGTH + 8 if covers else BUDGET
-    resources = replace(DRAFT, draft=pictured_draft(family)) if family in WITH_IMAGE else DRAFT
-    return make_method(name, budget, resources, **OPTIONS.get(name, {}))
+    options = OPTIONS.get(name, {})
+    kind = METHODS[name]
+    if issubclass(kind, ScoredEvict):
+        scorer = tiny_scorer(kind.scorer, family_model(family))
+        return kind(BUDGET, TrainedScores(scorer), **options)
+    reads_all_entries = kind.selects_each_step and name != "exact_topk"
+    budget = LENGTH + 8 if reads_all_entries else BUDGET
+    resources = DRAFT
+    if family in WITH_IMAGE:
+        resources = replace(DRAFT, draft=pictured_draft(family))
+    return make_method(name, budget, resources, **options)
 
 
 def table() -> str:
     """The table of docs/models.md: what is evicted from and what is refused, for each family."""
     rows = []
     for family in [*FAMILIES, *MORE]:
-        rows.append(_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]))
+        refused = [name for name in sorted(NAMES) if (family, name) in REFUSED]
+        rows.append(_row(family, family, refused))
     for family, label in WITH_IMAGE.items():
-        rows.append(_row(family, label, [name for name in sorted(NAMES) if not reads_images(family, name)]))
+        refused = [name for name in sorted(NAMES) if not reads_images(family, name)]
+        rows.append(_row(family, label, refused))
     return markdown_table(rows, ["family", "layers", "methods"])
 
 
 def _row(family: str, label: str, refused: list[str]) -> tuple[str, str, str]:
-    kinds = sorted({_KINDS[kind] for kind in layer_kinds(family_model(family).config)})
-    kinds = ["latent" if has_latents(family_model(family)) else kind for kind in kinds]
+    model = family_model(family)
+    layers = sorted({_LAYER_LABELS[kind] for kind in layer_kinds(model.config)})
+    if has_latents(model):
+        layers = ["latent"]
     methods = "all"
     if refused:
         methods += f" but {', '.join(f'`{name}`' for name in refused)}"
-    return label, ", ".join(kinds), methods
+    return label, ", ".join(layers), methods
 
 
-_KINDS = {
+_LAYER_LABELS = {
     "full_attention": "full",
     "sliding_attention": "sliding",
     "chunked_attention": "chunked",
@@ -274,16 +284,21 @@ def cover(rows: Kinds, columns: Kinds) -> list[tuple[str, str]]:
     Returns:
         Names of rows and columns, in the order of the grid.
     """
-    pairs = {
-        (row, column): {*itertools.product(rows[row], columns[column]), (row, None), (None, column)}
-        for row in rows
-        for column in columns
-    }
+    pairs: dict[tuple[str, str], set[tuple[str | None, str | None]]] = {}
+    for row, column in itertools.product(rows, columns):
+        kind_pairs = itertools.product(rows[row], columns[column])
+        pairs[row, column] = {*kind_pairs, (row, None), (None, column)}
     missing = set[tuple[str | None, str | None]]().union(*pairs.values())
-    chosen, used = set[tuple[str, str]](), Counter[str]()
+    uses = Counter[str]()
+
+    def gain(case: tuple[str, str]) -> tuple[int, int]:
+        row, column = case
+        return len(pairs[case] & missing), -uses[row] - uses[column]
+
+    selection = set[tuple[str, str]]()
     while missing:
-        best = max(pairs, key=lambda case: (len(pairs[case] & missing), -used[case[0]] - used[case[1]]))
-        chosen.add(best)
-        used.update(best)
+        best = max(pairs, key=gain)
+        selection.add(best)
+        uses.update(best)
         missing -= pairs[best]
-    return [case for case in pairs if case in chosen]
+    return [case for case in pairs if case in selection]

@@ -30,7 +30,8 @@ def score_answer(model: Reader, state: State, answer: Tensor) -> tuple[Tensor, T
     """
     logits = state.logits[:, None]
     if answer.shape[1] > 1:
-        logits = torch.cat([logits, read(model, state, answer[:, :-1])[1]], dim=1)
+        _, answer_logits = read(model, state, answer[:, :-1])
+        logits = torch.cat([logits, answer_logits], dim=1)
     nll = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
     return nll, logits.argmax(dim=-1) == answer
 
@@ -40,30 +41,40 @@ def observed_by_query_head(model: Any, method: Evict, state: State) -> list[Tens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(observe, "reduce_group", lambda scores, kv_heads, heads: scores)
         by_query_head = method.bound_observer(model, state, method.reduce)
-    for scores, heads, held in zip(
-        method.bound_observer(model, state, method.reduce), by_query_head, state.entries(), strict=True
-    ):
-        assert torch.equal(scores, reduce_group(heads, held.keys.shape[1], method.reduce.heads))
+    by_kv_head = method.bound_observer(model, state, method.reduce)
+    for layer_scores, head_scores, entries in zip(by_kv_head, by_query_head, state.entries(), strict=True):
+        kv_heads = entries.keys.shape[1]
+        assert torch.equal(layer_scores, reduce_group(head_scores, kv_heads, method.reduce.heads))
     return by_query_head
 
 
 def recorded(state: State, name: str) -> list[Tensor]:
     """The `queries` or `accumulated` attention of each layer; none where nothing of the kind was recorded."""
-    found = [getattr(layer.recorded, name, None) for layer in state.layers]
-    return [each for each in found if each is not None]
+    by_layer = [getattr(layer.recorded, name, None) for layer in state.layers]
+    return [tensor for tensor in by_layer if tensor is not None]
 
 
 def divide(allocate: Allocation, importance: list[Tensor], budget: int) -> list[Tensor]:
     """For each layer [B, K] int64, entries to keep, of [B, K, C]: +inf where protected, -inf for padding."""
-    every = torch.stack(importance)
-    held = HeadSizes((every != -torch.inf).sum(-1).numpy(), (every == torch.inf).sum(-1).numpy())
-    return list(torch.from_numpy(allocate(held, [budget] * every.shape[1], importance)))
+    scores = torch.stack(importance)
+    batch_size = scores.shape[1]
+    entries = (scores != -torch.inf).sum(-1)
+    protected = (scores == torch.inf).sum(-1)
+    sizes = HeadSizes(entries.numpy(), protected.numpy())
+    counts = allocate(sizes, [budget] * batch_size, importance)
+    return list(torch.from_numpy(counts))
 
 
 def kept_entries(method: Any, model: Any, ids: Tensor, mask: Any = None, chunk: int | None = None) -> list[Any]:
     """For each row, layer and KV head the kept entries, counted without padding."""
     state = prefill(model, ids, mask, needs=method.needs(), chunk=chunk)
-    first = (ids.shape[1] - state.lengths).tolist()
-    chosen = method.select(state, method.importance(model, state))
-    rows = range(len(ids))
-    return [[[(head.nonzero()[:, 0] - first[row]).tolist() for head in each[row]] for each in chosen] for row in rows]
+    padding = (ids.shape[1] - state.lengths).tolist()
+    keep_masks = method.select(state, method.importance(model, state))
+    kept: list[Any] = []
+    for row in range(len(ids)):
+        layers = []
+        for layer_mask in keep_masks:
+            heads = [(head_mask.nonzero()[:, 0] - padding[row]).tolist() for head_mask in layer_mask[row]]
+            layers.append(heads)
+        kept.append(layers)
+    return kept

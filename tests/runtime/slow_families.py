@@ -27,52 +27,57 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
     """
     full_layers = full_attention_layers(model.config)
     owners = entry_owners(model.config)
-    places = {layer: full_layers.index(owner) for layer, owner in enumerate(owners) if owner in full_layers}
+    full_indices = {layer: full_layers.index(owner) for layer, owner in enumerate(owners) if owner in full_layers}
     weights: dict[int, list[Tensor]] = {}
-    in_order = itertools.count()  # of a block that attends in several layers, one after the other
+    call_count = itertools.count()  # for a block that attends in several layers, one after the other
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        index: int | None = module.layer_idx
-        if index is None or index < 0:
-            place: int | None = next(in_order)
+        layer: int | None = module.layer_idx
+        if layer is None or layer < 0:
+            full_index: int | None = next(call_count)
         else:
-            place = places.get(index)
-        if place is not None and hide is not None:
-            hidden = hide(place, eager(module, query, key, value, attention_mask, **options)[1][0])
-            attention_mask = attention_mask.expand(-1, query.shape[1], -1, -1).masked_fill(
-                hidden, torch.finfo(query.dtype).min
-            )
-        output, paid = eager(module, query, key, value, attention_mask, **options)
+            full_index = full_indices.get(layer)
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if full_index is not None and hide is not None:
+            _, unhidden = eager(module, query, key, value, attention_mask, **options)
+            hidden = hide(full_index, unhidden[0])
+            lowest = torch.finfo(query.dtype).min
+            attention_mask = attention_mask.expand(-1, heads, -1, -1).masked_fill(hidden, lowest)
+        output, attention = eager(module, query, key, value, attention_mask, **options)
         sinks = options.get("s_aux")
-        if sinks is not None and torch.allclose(paid.sum(dim=-1), torch.ones(())):  # Granite returns them without
-            repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        if sinks is not None and torch.allclose(attention.sum(dim=-1), torch.ones(())):  # Granite leaves sinks out
+            repeated = key.repeat_interleave(heads // kv_heads, dim=1)
             logits = query @ repeated.mT * options["scaling"] + attention_mask
-            paid = paid * (logits.logsumexp(dim=-1) - sinks[:, None]).sigmoid()[..., None]
-        if place is not None:  # layers that read the same entries: side by side by KV head
-            weights.setdefault(place, []).append(paid.unflatten(1, (key.shape[1], -1)))
-        return output, paid
+            share = (logits.logsumexp(dim=-1) - sinks[:, None]).sigmoid()
+            attention = attention * share[..., None]
+        if full_index is not None:  # layers that read the same entries: side by side by KV head
+            weights.setdefault(full_index, []).append(attention.unflatten(1, (kv_heads, -1)))
+        return output, attention
 
     AttentionInterface.register("test_slow", attend)
     AttentionMaskInterface.register("test_slow", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     config = model.config.get_text_config(decoder=True)
-    loaded = config._attn_implementation
+    implementation = config._attn_implementation
     config._attn_implementation = {"": "test_slow"}
     try:
         with torch.no_grad():
             logits = model(use_cache=False, **inputs).logits
     finally:
-        config._attn_implementation = {"": loaded}
-    return [torch.cat(weights[place], dim=2).flatten(1, 2) for place in sorted(weights)], logits
+        config._attn_implementation = {"": implementation}
+    by_layer = [torch.cat(weights[index], dim=2).flatten(1, 2) for index in sorted(weights)]
+    return by_layer, logits
 
 
 def hiding(kept: list[Tensor]) -> Hide:
     """What follows N prompt tokens sees only those entries of them that were kept, [1, K, N] bool of each layer."""
 
-    def hide(place: int, weights: Tensor) -> Tensor:
-        hidden, evicted = torch.zeros_like(weights, dtype=torch.bool), ~kept[place][0]
-        count = evicted.shape[1]
-        hidden[:, count:, :count] = evicted.repeat_interleave(len(weights) // len(evicted), dim=0)[:, None]
+    def hide(layer: int, weights: Tensor) -> Tensor:
+        hidden = torch.zeros_like(weights, dtype=torch.bool)
+        evicted = ~kept[layer][0]
+        kv_heads, length = evicted.shape
+        by_head = evicted.repeat_interleave(len(weights) // kv_heads, dim=0)
+        hidden[:, length:, :length] = by_head[:, None]
         return hidden
 
     return hide
@@ -81,13 +86,13 @@ def hiding(kept: list[Tensor]) -> Hide:
 def below_top(prompt: int, budget: int, kv_heads: int) -> Hide:
     """Each token after the prompt sees, beside itself, the `budget` keys that each KV head attends to most."""
 
-    def hide(place: int, weights: Tensor) -> Tensor:
-        hidden, group = torch.zeros_like(weights, dtype=torch.bool), len(weights) // kv_heads
+    def hide(layer: int, weights: Tensor) -> Tensor:
+        hidden = torch.zeros_like(weights, dtype=torch.bool)
+        group = len(weights) // kv_heads
         for row in range(prompt, weights.shape[1]):
             for heads in torch.arange(len(weights)).split(group):
                 best = weights[heads, row, :row].amax(dim=0).topk(budget).indices
-                seen = torch.zeros(row, dtype=torch.bool).index_fill(0, best, True)
-                hidden[heads, row, :row] = ~seen
+                hidden[heads, row, :row] = torch.ones(row, dtype=torch.bool).index_fill(0, best, False)
         return hidden
 
     return hide
@@ -100,23 +105,31 @@ def soft_token_attention(
 
     The prompt is embedded, [1, N, hidden]; `inputs` are what else the model takes for prompt and soft tokens.
     """
-    model, hooks = lookahead.model, []
-    length, count = embedded.shape[1], len(lookahead.tokens)
+    model = lookahead.model
+    prompt_length = embedded.shape[1]
+    length = prompt_length + len(lookahead.tokens)
+    is_soft_token = torch.arange(length) >= prompt_length
     state = lookahead.lora_state()
     scale = lookahead.settings.alpha / lookahead.settings.rank
+    hooks = []
     for name, linear in model.named_modules():
-        a, b = (state.get(f"base_model.model.{name}.lora_{part}.weight") for part in "AB")
+        a = state.get(f"base_model.model.{name}.lora_A.weight")
+        b = state.get(f"base_model.model.{name}.lora_B.weight")
         if a is None or b is None:
             continue
 
         def add(module: Any, inputs: Any, output: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
-            own = (torch.arange(length + count) >= length).repeat(inputs[0].numel() // (length + count) // a.shape[1])
-            return output + (inputs[0] @ a.T @ b.T) * scale * own.view(*inputs[0].shape[:-1], 1)
+            hidden = inputs[0]
+            batch_size = hidden.numel() // length // a.shape[1]
+            lora_is_on = is_soft_token.repeat(batch_size).view(*hidden.shape[:-1], 1)
+            return output + (hidden @ a.T @ b.T) * scale * lora_is_on
 
         hooks.append(linear.register_forward_hook(add))
     embeddings = torch.cat([embedded, lookahead.observers(1)], dim=1)
     weights, _ = slow_pass(model, **embedded_inputs(model, embeddings), **inputs)
     for hook in hooks:
         hook.remove()
-    seen = [each[0, :, length:, :length] for each in weights]
-    return [each.amax(dim=1) if reduction == "max" else each.mean(dim=1) for each in seen]
+    to_prompt = [layer_weights[0, :, prompt_length:, :prompt_length] for layer_weights in weights]
+    if reduction == "max":
+        return [attention.amax(dim=1) for attention in to_prompt]
+    return [attention.mean(dim=1) for attention in to_prompt]

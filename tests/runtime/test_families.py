@@ -41,58 +41,75 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("family", "name"), grid(families=ALL))
 def test_a_method_answers_as_masked_eager_attention_does(family, name, folder):
-    model, method = family_model(family), method_of(name, family, folder)
+    model = family_model(family)
+    method = method_of(name, family, folder)
     if (family, name) in REFUSED:
         with pytest.raises(UserError, match=REFUSED[family, name]) as caught:
             method.start(model, PROMPT)
         assert "\n" not in str(caught.value)
         return
-    prompt, hide = PROMPT, None
-    if isinstance(method, ShortenPrompt | SpecKVPC):
-        state = method.start(model, PROMPT)
-        prompt = state.tokens
-        assert prompt.shape[1] <= BUDGET
-    elif isinstance(method, Evict):
-        whole = prefill(model, PROMPT, needs=method.needs())
-        fits = method.fits(whole)
-        kept = whole.select_all() if fits else method.select(whole, method.importance(model, whole))
-        state = method.compress_state(model, whole)
-        assert state.length == (0 if kept == [] else int(torch.stack(kept).sum(-1).max())), "what was counted is held"
-        assert sum(int(each.sum()) for each in kept) == BUDGET * sum(each.shape[1] for each in kept)
+    prompt = PROMPT
+    hide = None
+    if isinstance(method, Evict):
+        state, kept = _evicted(model, method)
         hide = hiding(kept)
     else:
         state = method.start(model, PROMPT)
-        hide = below_top(LENGTH, BUDGET, kv_heads_of(family)) if name == "exact_topk" else None
+    if isinstance(method, ShortenPrompt | SpecKVPC):
+        prompt = state.tokens
+        assert prompt.shape[1] <= BUDGET
+    if name == "exact_topk":
+        hide = below_top(LENGTH, BUDGET, kv_heads_of(family))
     if name in ("kivi", "think"):
-        _compare_packed(model, state)
+        _assert_answers_from_packed_entries(model, state)
         return
+    prompt_length = prompt.shape[1]
     _, expected = slow_pass(model, hide, input_ids=torch.cat([prompt, ANSWER], dim=1))
-    assert_close(state.logits, expected[:, prompt.shape[1] - 1])
+    assert_close(state.logits, expected[:, prompt_length - 1])
     reader = method.reader(model)
-    for place in range(ANSWER.shape[1]):
-        state, logits = read(reader, state, ANSWER[:, place : place + 1])
-        assert_close(logits[:, 0], expected[:, prompt.shape[1] + place])
+    for index in range(ANSWER.shape[1]):
+        state, logits = read(reader, state, ANSWER[:, index : index + 1])
+        assert_close(logits[:, 0], expected[:, prompt_length + index])
 
 
-def _compare_packed(model: Any, state: State) -> None:
+def _evicted(model: Any, method: Evict) -> tuple[State, list[Tensor]]:
+    """The state after eviction, and which entries of each layer were kept, [1, K, N] bool: exactly the budget."""
+    full_state = prefill(model, PROMPT, needs=method.needs())
+    if method.fits(full_state):
+        kept = full_state.select_all()
+    else:
+        kept = method.select(full_state, method.importance(model, full_state))
+    state = method.compress_state(model, full_state)
+    longest = int(torch.stack(kept).sum(-1).max()) if kept else 0
+    assert state.length == longest
+    kept_count = sum(int(layer.sum()) for layer in kept)
+    kv_heads = sum(layer.shape[1] for layer in kept)
+    assert kept_count == BUDGET * kv_heads
+    return state, kept
+
+
+def _assert_answers_from_packed_entries(model: Any, state: State) -> None:
     """One token over what transformers' cache would hold of the packed entries."""
-    plain = DynamicCache(config=model.config)
+    plain_cache = DynamicCache(config=model.config)
+    positions = torch.arange(LENGTH + 1)[None]  # Qwen2.5-VL's own would go on from the prompt that it read last
     with torch.no_grad():
-        positions = torch.arange(LENGTH + 1)[None]  # Qwen2.5-VL's own would go on from the prompt that it read last
-        model(PROMPT, past_key_values=plain, position_ids=positions[:, :-1])
-        for layer, packed in zip(full_layers(plain), full_layers(state.cache), strict=True):
+        model(PROMPT, past_key_values=plain_cache, position_ids=positions[:, :-1])
+        for layer, packed in zip(full_layers(plain_cache), full_layers(state.cache), strict=True):
             layer.keys, layer.values, _ = packed.entries()
-        expected = model(ANSWER[:, :1], past_key_values=plain, position_ids=positions[:, -1:]).logits[:, 0]
+        output = model(ANSWER[:, :1], past_key_values=plain_cache, position_ids=positions[:, -1:])
+    expected = output.logits[:, 0]
     _, logits = read(model, state, ANSWER[:, :1])
     assert_close(logits[:, 0], expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    grid(["snapkv", "h2o", "dapq", "lookaheadkv"], [name for name in ALL if name != "Mistral with a window"]),
-)
+OBSERVERS = ["snapkv", "h2o", "dapq", "lookaheadkv"]
+OBSERVED_FAMILIES = [family for family in ALL if family != "Mistral with a window"]
+
+
+@pytest.mark.parametrize(("family", "name"), grid(OBSERVERS, OBSERVED_FAMILIES))
 def test_observers_score_by_the_models_own_attention(family, name, folder):
-    model, method = family_model(family), method_of(name, family, folder)
+    model = family_model(family)
+    method = method_of(name, family, folder)
     state = prefill(model, PROMPT, needs=method.needs())
     if (family, name) in REFUSED:
         with pytest.raises(UserError, match=REFUSED[family, name]):
@@ -101,14 +118,20 @@ def test_observers_score_by_the_models_own_attention(family, name, folder):
     expected = _slow_scores(name, model, method)
     scores = observed_by_query_head(model, method, state)
     assert len(scores) == len(expected) == len(full_attention_layers(model.config))
-    for score, each in zip(scores, expected, strict=True):
-        assert_close(score[0], each)
+    for layer_scores, layer_expected in zip(scores, expected, strict=True):
+        assert_close(layer_scores[0], layer_expected)
 
 
 def _slow_scores(name: str, model: Any, method: Evict) -> list[Tensor]:
+    """[H, N] of each layer: attention that the prompt's entries get from the queries that a method observes."""
     if name == "lookaheadkv":
-        return soft_token_attention(random_on(model), model.get_input_embeddings()(PROMPT), method.reduce.queries)
-    seen = PROMPT if name != "dapq" else torch.cat([PROMPT, PROMPT[:, :4], PROMPT[:, -28:]], dim=1)
-    rows = {"snapkv": slice(LENGTH - 8, LENGTH), "h2o": slice(None), "dapq": slice(LENGTH, None)}[name]
-    weights = [each[0, :, rows, :LENGTH] for each in slow_pass(model, input_ids=seen)[0]]
-    return [each.sum(dim=1) if name == "h2o" else each.mean(dim=1) for each in weights]
+        embedded = model.get_input_embeddings()(PROMPT)
+        return soft_token_attention(random_on(model), embedded, method.reduce.queries)
+    if name == "dapq":
+        ids = torch.cat([PROMPT, PROMPT[:, :4], PROMPT[:, -28:]], dim=1)
+        weights, _ = slow_pass(model, input_ids=ids)
+        return [layer[0, :, LENGTH:, :LENGTH].mean(dim=1) for layer in weights]
+    weights, _ = slow_pass(model, input_ids=PROMPT)
+    if name == "h2o":
+        return [layer[0].sum(dim=1) for layer in weights]
+    return [layer[0, :, LENGTH - 8 :].mean(dim=1) for layer in weights]

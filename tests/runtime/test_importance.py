@@ -22,6 +22,7 @@ from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.positions import Recency
 from keepsight.runtime.observe import ObservedLayer
 from tests.close import assert_close
+from tests.runtime.dense import best_of
 
 
 def test_group_reductions_and_pooling():
@@ -43,48 +44,66 @@ def test_group_reductions_and_pooling():
 @st.composite
 def scores(draw):
     """[rows, N] with ties, protected entries and padding, and how many to take of each row."""
-    rows, entries = draw(st.integers(1, 4)), draw(st.integers(1, 30))
+    rows = draw(st.integers(1, 4))
+    entries = draw(st.integers(1, 30))
     value = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0, float("inf"), float("-inf")])
-    values = draw(st.lists(st.lists(value, min_size=entries, max_size=entries), min_size=rows, max_size=rows))
-    return torch.tensor(values), draw(st.lists(st.integers(0, entries), min_size=rows, max_size=rows))
+    row = st.lists(value, min_size=entries, max_size=entries)
+    importance = draw(st.lists(row, min_size=rows, max_size=rows))
+    counts = draw(st.lists(st.integers(0, entries), min_size=rows, max_size=rows))
+    return torch.tensor(importance), counts
 
 
 @given(scores=scores())
 def test_selection_is_the_start_of_a_stable_sort(scores):
     importance, counts = scores
-    by_row = top_mask(importance, np.array(counts))
-    for row, (values, count) in enumerate(zip(importance.tolist(), counts, strict=True)):
-        first = sorted(range(len(values)), key=lambda index: (-values[index], index))[:count]
-        expected = sorted(first)
-        assert by_row[row].nonzero()[:, 0].tolist() == expected
-        assert top_mask(importance, count)[row].nonzero()[:, 0].tolist() == expected
-        assert top_indices(importance, count, signed=True)[row].tolist() == first
+    mask_by_counts = top_mask(importance, np.array(counts))
+    for row, (row_scores, count) in enumerate(zip(importance.tolist(), counts, strict=True)):
+        best = best_of(row_scores, count)
+        assert mask_by_counts[row].nonzero()[:, 0].tolist() == sorted(best)
+        assert top_mask(importance, count)[row].nonzero()[:, 0].tolist() == sorted(best)
+        assert top_indices(importance, count, signed=True)[row].tolist() == best
 
 
-def look_back(query, stored, own, softmax, reduction, real=None):
-    """Attention and output of observers."""
-    entries = LayerEntries(stored[0], stored[1], real)
+def look_back(query, stored, observers, softmax, reduction, real=None):
+    """Attention and output of observers; `stored` and `observers` are keys and values."""
+    stored_keys, stored_values = stored
+    entries = LayerEntries(stored_keys, stored_values, real)
     layer = ObservedLayer(entries, None, None, reduction)
-    output = layer.attend(query, own[0], own[1], softmax)
+    observer_keys, observer_values = observers
+    output = layer.attend(query, observer_keys, observer_values, softmax)
     return layer.scores, output
 
 
-def slow_look_back(query, stored, own, scaling):
+def slow_look_back(query, stored, observers, scaling):
     """Softmax attention in float64, query by query, over the stored entries and the observers up to each query."""
-    heads, rows = query.shape[1:3]
-    group, length = heads // stored[0].shape[1], stored[0].shape[2]
-    keys, values = (torch.cat(pair, dim=2).double() for pair in zip(stored, own, strict=True))
-    output = torch.zeros(len(query), rows, heads, query.shape[3], dtype=torch.float64)
-    paid = torch.zeros(len(query), heads, rows, length, dtype=torch.float64)
-    for batch in range(len(query)):
+    batch_size, heads, rows, width = query.shape
+    kv_heads, length = stored[0].shape[1:3]
+    group = heads // kv_heads
+    keys = torch.cat([stored[0], observers[0]], dim=2).double()
+    values = torch.cat([stored[1], observers[1]], dim=2).double()
+    output = torch.zeros(batch_size, rows, heads, width, dtype=torch.float64)
+    attention = torch.zeros(batch_size, heads, rows, length, dtype=torch.float64)
+    for sample in range(batch_size):
         for head in range(heads):
             for row in range(rows):
-                seen = length + row + 1
-                dots = keys[batch, head // group, :seen] @ query[batch, head, row].double() * scaling
-                weights = dots.softmax(0)
-                output[batch, row, head] = weights @ values[batch, head // group, :seen]
-                paid[batch, head, row] = weights[:length]
-    return paid, output
+                visible = length + row + 1
+                head_keys = keys[sample, head // group, :visible]
+                head_values = values[sample, head // group, :visible]
+                logits = head_keys @ query[sample, head, row].double() * scaling
+                weights = logits.softmax(0)
+                output[sample, row, head] = weights @ head_values
+                attention[sample, head, row] = weights[:length]
+    return attention, output
+
+
+def random_heads(batch_size, rows, width, **options):
+    """Queries of four heads, keys and values of two."""
+    return [torch.randn(batch_size, heads, rows, width, **options) for heads in (4, 2, 2)]
+
+
+def reduced_over_queries(attention, reduction):
+    """[B, H, q, S] -> [B, H, S]."""
+    return attention.amax(dim=2) if reduction == "max" else attention.mean(dim=2)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +114,22 @@ def test_observers_attend_to_entries_and_each_other(size, reduction, length, roo
     """Also where logits are far apart, where a query attends to almost nothing but itself, and where the entries are
     the first of a longer tensor."""
     torch.manual_seed(length)
-    query, *rest = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
-    entries = [torch.randn(2, 2, length + room, 8)[:, :, :length] for _ in range(2)]
-    stored, own = (entries[0], entries[1]), (size * rest[0], rest[1])
-    paid, output = look_back(query, stored, own, Softmax(0.3), reduction)
-    expected, slow_output = slow_look_back(query, stored, own, 0.3)
-    expected = expected.amax(dim=2) if reduction == "max" else expected.mean(dim=2)
+    query, observer_keys, observer_values = random_heads(2, 5, 8)
+    observers = (size * observer_keys, observer_values)
+    stored_keys, stored_values = (torch.randn(2, 2, length + room, 8)[:, :, :length] for _ in range(2))
+    stored = (stored_keys, stored_values)
+    scores, output = look_back(query, stored, observers, Softmax(0.3), reduction)
+    slow_attention, slow_output = slow_look_back(query, stored, observers, 0.3)
+    expected = reduced_over_queries(slow_attention, reduction)
     rounding = max(1e-4, size * 3e-6)  # of logits, which softmax turns into a factor
-    torch.testing.assert_close(paid, expected.float(), atol=1e-6, rtol=rounding)
+    torch.testing.assert_close(scores, expected.float(), atol=1e-6, rtol=rounding)
     torch.testing.assert_close(output, slow_output.float(), atol=max(1e-5, rounding / 10), rtol=rounding)
-    assert output.is_contiguous() and output.shape == (2, 5, 4, 8)
+    assert output.is_contiguous()
+    assert output.shape == (2, 5, 4, 8)
 
 
 def weights_and_outputs(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `look_back`, with weights that are certainly there."""
     weights, output = look_back(*arguments)
     assert weights is not None
     return weights, output
@@ -116,55 +138,66 @@ def weights_and_outputs(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_gradients_of_observers(reduction, length=6):
     """Those of plain softmax attention, all in float32."""
-    stored = torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)
-
-    leaves = [torch.randn(1, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
+    stored_keys = torch.randn(1, 2, length, 4)
+    stored_values = torch.randn(1, 2, length, 4)
+    leaves = random_heads(1, 3, 4, requires_grad=True)
     query, key, value = leaves
-    paid, output = weights_and_outputs(query, stored, (key, value), Softmax(0.5), reduction)
-    up = torch.randn(paid.shape), torch.randn(output.shape)
-    found = torch.autograd.grad([paid, output], leaves, up)
-    keys = torch.cat([stored[0], key], dim=2).repeat_interleave(2, 1)
-    values = torch.cat([stored[1], value], dim=2).repeat_interleave(2, 1)
+    stored = (stored_keys, stored_values)
+    scores, output = weights_and_outputs(query, stored, (key, value), Softmax(0.5), reduction)
+    upstream = [torch.randn(scores.shape), torch.randn(output.shape)]
+    gradients = torch.autograd.grad([scores, output], leaves, upstream)
+
+    keys = torch.cat([stored_keys, key], dim=2).repeat_interleave(2, 1)
+    values = torch.cat([stored_values, value], dim=2).repeat_interleave(2, 1)
     hidden = torch.ones(3, length + 3, dtype=torch.bool).triu(length + 1)
     weights = (query @ keys.mT * 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-    seen = weights[..., :length].amax(2) if reduction == "max" else weights[..., :length].mean(2)
-    expected = torch.autograd.grad([seen, (weights @ values).transpose(1, 2)], leaves, up)
-    assert_close(found, expected)
+    plain_scores = reduced_over_queries(weights[..., :length], reduction)
+    plain_output = (weights @ values).transpose(1, 2)
+    expected = torch.autograd.grad([plain_scores, plain_output], leaves, upstream)
+    assert_close(gradients, expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_observers_see_no_padding(reduction):
     """Each row as alone and without its padding, whatever stands there; gradients too."""
     torch.manual_seed(1)
-    length, pads = 12, [0, 5, 11]
-    leaves = [torch.randn(3, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
-    stored = torch.randn(3, 2, length, 4), torch.randn(3, 2, length, 4)
-    real = torch.arange(length) >= torch.tensor(pads)[:, None, None]
-    both = weights_and_outputs(leaves[0], stored, (leaves[1], leaves[2]), Softmax(0.5), reduction, real)
-    up = [torch.randn(each.shape) for each in both]
-    found = torch.autograd.grad(both, leaves, up)
-    for row, pad in enumerate(pads):
-        query, key, value = (leaf.detach()[row : row + 1].requires_grad_() for leaf in leaves)
-        alone = weights_and_outputs(
-            query, [each[row : row + 1, :, pad:] for each in stored], (key, value), Softmax(0.5), reduction
-        )
-        assert_close(both[0][row, :, pad:], alone[0][0])
-        assert not both[0][row, :, :pad].any()
-        assert_close(both[1][row], alone[1][0])
-        upward = [up[0][row : row + 1, :, pad:], up[1][row : row + 1]]
-        assert_close(
-            [each[row] for each in found], [each[0] for each in torch.autograd.grad(alone, (query, key, value), upward)]
-        )
+    length = 12
+    paddings = [0, 5, 11]
+    leaves = random_heads(3, 3, 4, requires_grad=True)
+    query, key, value = leaves
+    stored = (torch.randn(3, 2, length, 4), torch.randn(3, 2, length, 4))
+    real = torch.arange(length) >= torch.tensor(paddings)[:, None, None]
+    scores, output = weights_and_outputs(query, stored, (key, value), Softmax(0.5), reduction, real)
+    upstream_scores = torch.randn(scores.shape)
+    upstream_output = torch.randn(output.shape)
+    gradients = torch.autograd.grad([scores, output], leaves, [upstream_scores, upstream_output])
+    for row, padding in enumerate(paddings):
+        only_row = slice(row, row + 1)
+        row_leaves = [leaf.detach()[only_row].requires_grad_() for leaf in leaves]
+        query, key, value = row_leaves
+        row_stored = [tensor[only_row, :, padding:] for tensor in stored]
+        row_scores, row_output = weights_and_outputs(query, row_stored, (key, value), Softmax(0.5), reduction)
+        assert_close(scores[row, :, padding:], row_scores[0])
+        assert not scores[row, :, :padding].any()
+        assert_close(output[row], row_output[0])
+        row_upstream = [upstream_scores[only_row, :, padding:], upstream_output[only_row]]
+        row_gradients = torch.autograd.grad([row_scores, row_output], row_leaves, row_upstream)
+        for gradient, row_gradient in zip(gradients, row_gradients, strict=True):
+            assert_close(gradient[row], row_gradient[0])
 
 
 @pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (1, torch.bfloat16)])
 def test_products_with_keys_that_have_room_behind_them(dtype: torch.dtype, batch: int) -> None:
-    draw = torch.Generator().manual_seed(0)
-    room = torch.randn(batch, 3, 5000, 64, generator=draw).to(dtype)
-    rows, keys = torch.randn(batch, 3, 2, 64, generator=draw).to(dtype), room[:, :, :4000]
-    exact, logits = rows.double() @ keys.double().transpose(-1, -2), Softmax(1.0).logits
-    for each in (keys, keys.contiguous()):
-        found = logits(rows, each)
-        assert found.dtype == torch.float32 and found.is_contiguous()
-        assert torch.allclose(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
-        assert peak_bytes(partial(logits, rows, each)) < keys.nbytes / 2, "no copy of the keys"
+    generator = torch.Generator().manual_seed(0)
+    room = torch.randn(batch, 3, 5000, 64, generator=generator).to(dtype)
+    queries = torch.randn(batch, 3, 2, 64, generator=generator).to(dtype)
+    keys = room[:, :, :4000]
+    exact = queries.double() @ keys.double().transpose(-1, -2)
+    compute_logits = Softmax(1.0).logits
+    for stored_keys in (keys, keys.contiguous()):
+        logits = compute_logits(queries, stored_keys)
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
+        copied_bytes = peak_bytes(partial(compute_logits, queries, stored_keys))
+        assert copied_bytes < keys.nbytes / 2, "no copy of the keys"
