@@ -32,13 +32,14 @@ class Slow:
         self.ids = torch.empty(1, 0, dtype=torch.long)
         self.alive = [torch.ones(self.kv_heads, 0).bool() for _ in range(self.layers)]
         self.visible = [torch.ones(self.kv_heads, 0, 0).bool() for _ in range(self.layers)]
-        self.own_queries = 0  # how many of the last tokens are certainly not evicted
+        self.certain_queries = 0  # how many of the last tokens are certainly not evicted
 
     def read(self, ids):
+        """Append tokens [1, m], which see what is alive."""
         past = self.ids.shape[1]
         count = ids.shape[1]
         self.ids = torch.cat([self.ids, ids], dim=1)
-        self.own_queries += count
+        self.certain_queries += count
         new_entries = torch.ones(self.kv_heads, count).bool()
         for layer in range(self.layers):
             alive = torch.cat([self.alive[layer], new_entries], dim=1)
@@ -87,6 +88,7 @@ class Slow:
         assert decoded.state.counts()[:, 0].tolist() == expected_counts
 
     def evict(self):
+        """Keep the budget's best entries, if there are more."""
         method = self.method
         budget = method.budget - method.every
         counts_alive = torch.stack([alive.sum(1) for alive in self.alive])
@@ -98,7 +100,7 @@ class Slow:
                     kept = best_of(scores[head].tolist(), int(count[0, head]))
                     alive[head] = False
                     alive[head, kept] = True
-        self.own_queries = min(self.own_queries, method.window)
+        self.certain_queries = min(self.certain_queries, method.window)
 
     def importance(self):
         """For each layer, [K, M]: +inf where protected, -inf where evicted."""
@@ -132,7 +134,7 @@ class Slow:
             return [positions.expand(heads, -1)] * self.layers
         if isinstance(observer, PromptWindow):
             window = observer.window or method.window
-            return self._observed_by_window(min(window, self.own_queries))
+            return self._observed_by_window(min(window, self.certain_queries))
         _, _, keys, values = self.look()
         if type(method) is Oracle:
             draft = self._draft(observer.drafter.max_new_tokens)
@@ -142,6 +144,7 @@ class Slow:
             return self._observed_by_rows({"inputs_embeds": tokens[None]}, keys, values)
 
     def _observed_by_window(self, rows):
+        """The mean attention of the last tokens."""
         _, queries, keys, _ = self.look()
         length = self.ids.shape[1]
         causal = torch.ones(length, length).tril().bool()[-rows:]
@@ -176,7 +179,7 @@ class Slow:
         ]
 
     def _weights(self, query, key, visible):
-        """[H, q, S]."""
+        """Attention weights [H, q, S]."""
         key = key.repeat_interleave(self.group, dim=0)
         visible = visible.repeat_interleave(self.group, dim=0)
         logits = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5

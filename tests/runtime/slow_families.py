@@ -38,7 +38,8 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
             full_index: int | None = next(call_count)
         else:
             full_index = full_indices.get(layer)
-        heads, kv_heads = query.shape[1], key.shape[1]
+        heads = query.shape[1]
+        kv_heads = key.shape[1]
         if full_index is not None and hide is not None:
             _, unhidden = eager(module, query, key, value, attention_mask, **options)
             hidden = hide(full_index, unhidden[0])
@@ -49,8 +50,8 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
         if sinks is not None and torch.allclose(attention.sum(dim=-1), torch.ones(())):  # Granite leaves sinks out
             repeated = key.repeat_interleave(heads // kv_heads, dim=1)
             logits = query @ repeated.mT * options["scaling"] + attention_mask
-            share = (logits.logsumexp(dim=-1) - sinks[:, None]).sigmoid()
-            attention = attention * share[..., None]
+            share_of_entries = (logits.logsumexp(dim=-1) - sinks[:, None]).sigmoid()
+            attention = attention * share_of_entries[..., None]
         if full_index is not None:  # layers that read the same entries: side by side by KV head
             weights.setdefault(full_index, []).append(attention.unflatten(1, (kv_heads, -1)))
         return output, attention

@@ -1,4 +1,4 @@
-"""Models that their owner has adapted with PEFT, compiled, or left as training leaves them."""
+"""Models that their owner adapted with PEFT, compiled, or left in a training set-up."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,25 +27,26 @@ from tests.tiny import prompt_ids, tiny_model
 
 SMALL = SnapKV(12, window=4)
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-IDS, TURN = prompt_ids(30)[0], prompt_ids(6, seed=1)[0]
-VIRTUAL = [
+IDS = prompt_ids(30)[0]
+TURN = prompt_ids(6, seed=1)[0]
+VIRTUAL_TOKENS = [
     PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
 ]
 
 
-@pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: config.peft_type)
+@pytest.mark.parametrize("config", VIRTUAL_TOKENS, ids=lambda config: config.peft_type)
 def test_virtual_tokens_are_refused_and_their_model_is_not(config: Any) -> None:
     model: Any = get_peft_model(tiny_model(), config)
-    for ask in (
-        lambda: model.generate(input_ids=IDS, custom_generate=SMALL, **GREEDY),
-        lambda: generate(model, IDS, SMALL, **GREEDY),
-        lambda: SMALL.compress(model, input_ids=IDS),
-        lambda: SMALL.start(model, IDS),
-    ):
-        with refused("peft_type", "model"):
-            ask()
+    with refused("peft_type", "model"):
+        model.generate(input_ids=IDS, custom_generate=SMALL, **GREEDY)
+    with refused("peft_type", "model"):
+        generate(model, IDS, SMALL, **GREEDY)
+    with refused("peft_type", "model"):
+        SMALL.compress(model, input_ids=IDS)
+    with refused("peft_type", "model"):
+        SMALL.start(model, IDS)
     expected = generate(tiny_model(), IDS, SMALL, **GREEDY)
     assert torch.equal(generate(model.get_base_model(), IDS, SMALL, **GREEDY), expected)
     with model.disable_adapter():
@@ -62,8 +63,10 @@ def adapted() -> Any:
 
 
 def test_digests_tell_adapters_and_base_apart(adapted: Any) -> None:
-    plain, first = tiny_model(), adapters_digest(adapted)
-    assert adapters_digest(plain) == "" and weights_digest(adapted) == weights_digest(plain)
+    plain = tiny_model()
+    first = adapters_digest(adapted)
+    assert adapters_digest(plain) == ""
+    assert weights_digest(adapted) == weights_digest(plain)
     assert adapters_digest(adapted.get_base_model()) == first
     with adapted.disable_adapter():
         assert adapters_digest(adapted) == ""
@@ -78,54 +81,56 @@ def test_digests_tell_adapters_and_base_apart(adapted: Any) -> None:
 
 def test_a_state_is_refused_under_other_adapters(adapted: Any, tmp_path: Any) -> None:
     file = save_state(SMALL.start(adapted, IDS), tmp_path, model=adapted)
-    saved, plain = load_state(file, adapted), tiny_model()
+    saved = load_state(file, adapted)
     expected = generate(adapted, TURN, saved, **GREEDY)
-    bare = save_state(SMALL.start(plain, IDS), tmp_path / "bare", model=plain)
-    for ask in (lambda: load_state(file, adapted), lambda: generate(adapted, TURN, saved, **GREEDY)):
+    plain = tiny_model()
+    plain_file = save_state(SMALL.start(plain, IDS), tmp_path / "plain", model=plain)
+    for use in (lambda: load_state(file, adapted), lambda: generate(adapted, TURN, saved, **GREEDY)):
         adapted.set_adapter("second")
         with refused("model", "conflict"):
-            ask()
+            use()
         with adapted.disable_adapter(), refused("model", "conflict"):
-            ask()
+            use()
         adapted.set_adapter("first")
-        ask()
+        use()
     assert torch.equal(generate(adapted, TURN, saved, **GREEDY), expected)
     with refused("model", "conflict"):
         load_state(file, plain)
     with refused("model", "conflict"):
-        load_state(bare, adapted)
+        load_state(plain_file, adapted)
     with adapted.disable_adapter():
-        load_state(bare, adapted)
+        load_state(plain_file, adapted)
 
 
 def test_past_key_values_and_conversations_are_refused_under_other_adapters(adapted: Any) -> None:
     output = generate(adapted, IDS, SMALL, return_dict_in_generate=True, **GREEDY)
     longer = torch.cat([output.sequences, TURN], dim=1)
     past = {"past_key_values": output.past_key_values}
-    talk = Conversation(adapted, SMALL)
-    talk.say(IDS, **GREEDY)
+    conversation = Conversation(adapted, SMALL)
+    conversation.say(IDS, **GREEDY)
     expected = generate(adapted, longer, SMALL, **past, **GREEDY)
     adapted.set_adapter("second")
     with refused("model", "conflict"):
         generate(adapted, longer, SMALL, **past, **GREEDY)
     with refused("model", "conflict"):
-        talk.say(TURN, **GREEDY)
+        conversation.say(TURN, **GREEDY)
     adapted.set_adapter("first")
     assert torch.equal(generate(adapted, longer, SMALL, **past, **GREEDY), expected)
-    assert torch.equal(talk.say(TURN, **GREEDY), expected)
+    assert torch.equal(conversation.say(TURN, **GREEDY), expected)
 
 
-def test_gradient_checkpointing_left_on() -> None:
+def test_gradient_checkpointing_matters_in_training_mode_alone() -> None:
     expected = generate(tiny_model(), IDS, SMALL, **GREEDY)
     model = tiny_model()
     model.gradient_checkpointing_enable()
     assert torch.equal(generate(model, IDS, SMALL, **GREEDY), expected)
-    talk = Conversation(model, SMALL)
-    assert torch.equal(talk.say(IDS, **GREEDY), expected)
+    conversation = Conversation(model, SMALL)
+    assert torch.equal(conversation.say(IDS, **GREEDY), expected)
     model.train()
-    for ask in (lambda: generate(model, IDS, SMALL, **GREEDY), lambda: talk.say(TURN, **GREEDY)):
-        with refused("gradient_checkpointing", "conflict"):
-            ask()
+    with refused("gradient_checkpointing", "conflict"):
+        generate(model, IDS, SMALL, **GREEDY)
+    with refused("gradient_checkpointing", "conflict"):
+        conversation.say(TURN, **GREEDY)
     model.gradient_checkpointing_disable()
     assert torch.equal(generate(model, IDS, SMALL, **GREEDY), expected)
 
@@ -133,10 +138,12 @@ def test_gradient_checkpointing_left_on() -> None:
 def test_a_compiled_model_answers_as_it_does_uncompiled(tmp_path: Any) -> None:
     model = tiny_model()
     compiled: Any = torch.compile(model, backend="eager")
-    talks = [Conversation(each, SMALL) for each in (model, compiled)]
+    conversation = Conversation(model, SMALL)
+    compiled_conversation = Conversation(compiled, SMALL)
     for turn in (IDS, TURN):
-        assert torch.equal(*(talk.say(turn, **GREEDY) for talk in talks))
-    saved = load_state(save_state(SMALL.start(compiled, IDS), tmp_path, model=compiled), model)
+        assert torch.equal(compiled_conversation.say(turn, **GREEDY), conversation.say(turn, **GREEDY))
+    file = save_state(SMALL.start(compiled, IDS), tmp_path, model=compiled)
+    saved = load_state(file, model)
     assert torch.equal(generate(compiled, TURN, saved, **GREEDY), generate(model, TURN, saved, **GREEDY))
 
 
@@ -159,7 +166,7 @@ def _compile_attention(model: Any, **options: Any) -> None:
         layer.self_attn.forward = torch.compile(layer.self_attn.forward, **options)
 
 
-WAYS = {
+WAYS_TO_COMPILE = {
     "model.compile": lambda model, **options: model.compile(**options),
     "forward": _compile_forward,
     "decoder": lambda model, **options: model.model.compile(**options),
@@ -169,23 +176,24 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_parts_run_as_they_were(way: str) -> None:
-    """A compiler that refuses every graph shows that none of them is compiled, in any thread, and none stays eager."""
-    compiled, expected = list[Any](), dict[Any, Any]()
+@pytest.mark.parametrize("way", WAYS_TO_COMPILE)
+def test_parts_that_were_compiled_run_uncompiled_in_keepsight(way: str) -> None:
+    """A compiler that records its graphs gets none from keepsight, in any thread, and some from the model's own use."""
+    compiled: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
         compiled.append(graph)
         return graph.forward
 
-    for method in (SMALL, DapQ(12)):
-        expected[method] = generate(tiny_model(), IDS, method, **GREEDY)
+    methods = [SMALL, DapQ(12)]
+    expected = [generate(tiny_model(), IDS, method, **GREEDY) for method in methods]
     torch.compiler.reset()
     model = tiny_model()
-    WAYS[way](model, backend=backend)
+    WAYS_TO_COMPILE[way](model, backend=backend)
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda method: generate(model, IDS, method, **GREEDY), [*expected] * 3))
-    assert all(map(torch.equal, answers, [*expected.values()] * 3))
+        answers = list(pool.map(lambda method: generate(model, IDS, method, **GREEDY), methods * 3))
+    for answer, expected_answer in zip(answers, expected * 3, strict=True):
+        assert torch.equal(answer, expected_answer)
     assert not compiled
     plain = model.generate(IDS, **GREEDY)
     assert compiled
@@ -203,27 +211,32 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", EMBEDDINGS)
 def test_adapted_embeddings_have_their_size(kind: str) -> None:
-    model: Any = get_peft_model(tiny_model(), LoraConfig(init_lora_weights=False, **EMBEDDINGS[kind])).eval()
-    for each in model.modules():
-        if hasattr(each, "trainable_tokens_delta"):
-            torch.nn.init.normal_(each.trainable_tokens_delta["default"])
+    config = LoraConfig(init_lora_weights=False, **EMBEDDINGS[kind])
+    model: Any = get_peft_model(tiny_model(), config).eval()
+    for module in model.modules():
+        if hasattr(module, "trainable_tokens_delta"):
+            torch.nn.init.normal_(module.trainable_tokens_delta["default"])
     ids = IDS.clone()
     ids[0, :9] = 5
     expected = model.generate(input_ids=ids, **GREEDY)[:, 30:]
-    for owner in (model, model.get_base_model()):
-        assert input_shape(owner) == (128, 32) and input_embedding(owner).shape == (128, 32)
-        assert torch.equal(generate(owner, ids, **GREEDY), expected)
+    for adapted_model in (model, model.get_base_model()):
+        assert input_shape(adapted_model) == (128, 32)
+        assert input_embedding(adapted_model).shape == (128, 32)
+        assert torch.equal(generate(adapted_model, ids, **GREEDY), expected)
+        outside_vocabulary = torch.full((1, 20), 128)
         with refused("input_ids", "range"):
-            generate(owner, torch.full((1, 20), 128), SMALL, **GREEDY)
+            generate(adapted_model, outside_vocabulary, SMALL, **GREEDY)
         for drafter in (RandomTokens(4), ConstantText([5, 6])):
-            assert generate(owner, ids, DapQ(12, DraftObserver(drafter)), **GREEDY).shape == (1, 5)
-        random = Lookahead(owner, LookaheadSettings(tokens=4, rank=2))
-        assert random.tokens.shape == (4, 32)
+            answer = generate(adapted_model, ids, DapQ(12, DraftObserver(drafter)), **GREEDY)
+            assert answer.shape == (1, 5)
+        lookahead = Lookahead(adapted_model, LookaheadSettings(tokens=4, rank=2))
+        assert lookahead.tokens.shape == (4, 32)
+    drafter = ConstantText([128])
     with pytest.raises(UserError, match="token id 128 is outside the base model's vocabulary of 128"):
-        generate(model, ids, DapQ(12, DraftObserver(ConstantText([128]))), **GREEDY)
+        generate(model, ids, DapQ(12, DraftObserver(drafter)), **GREEDY)
 
 
-def test_the_scale_of_an_adapted_embedding_is_its_own() -> None:
+def test_the_scale_of_an_adapted_embedding_is_that_of_the_plain_one() -> None:
     plain: Any = fresh_model("Gemma 3 (text)")
     scale = embedding_scale(plain)
     assert scale == pytest.approx(32**0.5)
@@ -234,11 +247,9 @@ def test_the_scale_of_an_adapted_embedding_is_its_own() -> None:
 
 @pytest.mark.parametrize("chunk", [-3, 0])
 def test_a_prefill_in_chunks_of_nothing_is_refused(chunk: int) -> None:
-    talk = Conversation(tiny_model(), SMALL)
-    talk.say(IDS, **GREEDY)
-    for ask in (
-        lambda: generate(tiny_model(), IDS, SMALL, prefill_chunk_size=chunk, **GREEDY),
-        lambda: talk.say(TURN, prefill_chunk_size=chunk, **GREEDY),
-    ):
-        with refused("prefill_chunk_size", "range"):
-            ask()
+    conversation = Conversation(tiny_model(), SMALL)
+    conversation.say(IDS, **GREEDY)
+    with refused("prefill_chunk_size", "range"):
+        generate(tiny_model(), IDS, SMALL, prefill_chunk_size=chunk, **GREEDY)
+    with refused("prefill_chunk_size", "range"):
+        conversation.say(TURN, prefill_chunk_size=chunk, **GREEDY)

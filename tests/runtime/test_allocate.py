@@ -68,7 +68,11 @@ def prompts(draw, ragged=False):
     return importance, budget
 
 
-def _check(allocate, importance, budget):
+@pytest.mark.parametrize("allocate", ALL, ids=repr)
+@settings(max_examples=50)
+@given(cache=prompts(ragged=True))
+def test_totals_are_exact_protected_entries_stay_and_short_heads_leave_their_share_to_others(allocate, cache):
+    importance, budget = cache
     scores = torch.stack(importance)
     layers, rows, heads, _ = scores.shape
     is_padding = scores == -torch.inf
@@ -91,13 +95,6 @@ def _check(allocate, importance, budget):
     assert torch.equal(kept.sum(-1), counts)
     assert bool(kept[is_protected].all())
     assert not bool(kept[is_padding].any())
-
-
-@pytest.mark.parametrize("allocate", ALL, ids=repr)
-@settings(max_examples=50)
-@given(cache=prompts(ragged=True))
-def test_totals_are_exact_protected_entries_stay_and_short_heads_leave_their_share_to_others(allocate, cache):
-    _check(allocate, *cache)
 
 
 @pytest.mark.parametrize("allocate", ALL, ids=repr)

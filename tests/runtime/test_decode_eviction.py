@@ -21,12 +21,15 @@ from tests.models.modules import random_module, save
 from tests.runtime.slow import Slow
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-BUDGET, EVERY, TOKENS, PROMPT = 14, 4, 11, 30
+BUDGET = 14
+EVERY = 4
+TOKENS = 11
+PROMPT = 30
 ALLOCATIONS = [Uniform(), Pyramid(beta=4), Adaptive(), Global()]
 METHODS = ["snapkv", "streamingllm", "oracle", "lookaheadkv"]
 PAIRS = [*zip(METHODS, ALLOCATIONS, strict=True), *zip(METHODS, reversed(ALLOCATIONS), strict=True)]
-each_pair = pytest.mark.parametrize(
-    ("name", "allocate"), PAIRS, ids=lambda part: part if isinstance(part, str) else type(part).__name__
+with_every_allocation = pytest.mark.parametrize(
+    ("name", "allocate"), PAIRS, ids=lambda value: value if isinstance(value, str) else type(value).__name__
 )
 
 
@@ -38,18 +41,20 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture
 def make(artifacts):
-    """A method by name, with small parts."""
+    """Makes a method by its name, with a small window and a short draft."""
 
-    def made(name, budget=BUDGET, every=EVERY, family="llama", **parts):
-        if name == "snapkv":
-            return SnapKV(budget, window=3, pool=Pool(kernel=3), every=every, **parts)
+    def make_by_name(name, allocate, family="llama"):
+        options: dict[str, Any] = {"every": EVERY, "allocate": allocate}
         if name == "streamingllm":
-            return StreamingLLM(budget, sinks=2, every=every, **parts)
+            return StreamingLLM(BUDGET, sinks=2, **options)
+        options["pool"] = Pool(kernel=3)
+        if name == "snapkv":
+            return SnapKV(BUDGET, window=3, **options)
         if name == "oracle":
-            return Oracle(budget, DraftObserver(OwnAnswer(3)), pool=Pool(kernel=3), every=every, **parts)
-        return LookaheadKV(budget, SoftTokens(artifacts[family]), pool=Pool(kernel=3), every=every, **parts)
+            return Oracle(BUDGET, DraftObserver(OwnAnswer(3)), **options)
+        return LookaheadKV(BUDGET, SoftTokens(artifacts[family]), **options)
 
-    return made
+    return make_by_name
 
 
 def answer(model, method, ids, mask=None, tokens=TOKENS):
@@ -59,70 +64,75 @@ def answer(model, method, ids, mask=None, tokens=TOKENS):
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """[L, B, K] of the cache after each token that decoding reads."""
-    seen, read = [], keepsight.runtime.generate.read
+def recorded_counts(monkeypatch):
+    """The cache's counts, [L, B, K], after each token that decoding reads."""
+    counts = []
+    read = keepsight.runtime.generate.read
 
-    def spied(*args, **options):
+    def read_and_record(*args, **options):
         state, logits = read(*args, **options)
-        seen.append(state.counts())
+        counts.append(state.counts())
         return state, logits
 
-    monkeypatch.setattr(keepsight.runtime.generate, "read", spied)
-    return seen
+    monkeypatch.setattr(keepsight.runtime.generate, "read", read_and_record)
+    return counts
 
 
-@each_pair
-def test_the_budget_is_never_exceeded_and_always_used(make, held, name, allocate):
-    """Steps of the oracle's own draft are read too: they belong to a copy that is dropped, and are left out here."""
-    model, method = tiny_model(), make(name, allocate=allocate)
+@with_every_allocation
+def test_the_budget_is_never_exceeded_and_always_used(make, recorded_counts, name, allocate):
+    """Steps of the oracle's own draft are read too: they belong to a copy that is dropped, and are not counted here."""
+    model = tiny_model()
+    method = make(name, allocate)
     ids, mask = prompt_ids(PROMPT, 21)
     state = method.start(model, ids, mask)
-    held.clear()
+    recorded_counts.clear()
     eviction = method.periodic_eviction(model)
 
     def compress(before):
-        count = len(held)
+        steps = len(recorded_counts)
         after = eviction.compress(before)
-        del held[count:]
+        del recorded_counts[steps:]
         return after
 
-    quiet = type(eviction)(eviction.interval, compress)
-    decode(model, state, stop_after(TOKENS, None), pad_token=0, eviction=quiet)
-    totals = [each.double().mean(dim=(0, 2)).tolist() for each in held]
-    cycle = [BUDGET - EVERY + step % EVERY + 1 for step in range(TOKENS - 1)]
-    assert totals == [[total, total] for total in cycle]
-    assert max(cycle) == BUDGET
+    eviction_without_drafts = type(eviction)(eviction.interval, compress)
+    decode(model, state, stop_after(TOKENS, None), pad_token=0, eviction=eviction_without_drafts)
+    mean_counts = [counts.double().mean(dim=(0, 2)).tolist() for counts in recorded_counts]
+    expected = [BUDGET - EVERY + step % EVERY + 1 for step in range(TOKENS - 1)]
+    assert mean_counts == [[count, count] for count in expected]
+    assert max(expected) == BUDGET
     if type(allocate) is Uniform:
-        assert all(len(each.unique()) == 1 for each in held)
+        for counts in recorded_counts:
+            assert len(counts.unique()) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "allocate", "family"), [(*pair, FAMILIES[place // 4]) for place, pair in enumerate(PAIRS)]
+    ("name", "allocate", "family"), [(*pair, FAMILIES[index // 4]) for index, pair in enumerate(PAIRS)]
 )
 def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocate, family):
-    model, method, ids = tiny_model(family), make(name, family=family, allocate=allocate), prompt_ids(PROMPT)[0]
+    model = tiny_model(family)
+    method = make(name, allocate, family)
+    ids, _ = prompt_ids(PROMPT)
     slow = Slow(model, method)
     slow.read(ids)
     # The first token comes from the prompt's own logits.
-    first = slow.logits().argmax(-1)
+    first_token = slow.logits().argmax(-1)
     slow.evict()
     expected = slow.answer(TOKENS, EVERY)
     decoded = answer(model, method, ids)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
     assert torch.equal(generate(model, ids, method, **options), decoded.ids)
-    assert decoded.ids[0, 0] == first[0]
-
+    assert decoded.ids[0, 0] == first_token[0]
     assert decoded.ids.tolist() == expected.tolist()
     assert_close(decoded.state.logits, slow.logits())
-    kept = torch.stack([layer.sum(1) for layer in slow.alive])
-    assert torch.equal(decoded.state.counts()[:, 0], kept)
+    expected_counts = torch.stack([alive.sum(1) for alive in slow.alive])
+    assert torch.equal(decoded.state.counts()[:, 0], expected_counts)
 
 
 @pytest.mark.parametrize("every", [2, 5])
 def test_queries_whose_entries_may_be_evicted_no_longer_observe(every):
     """An observing window of 8 of which none is kept: after an eviction only the queries read since observe."""
-    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
+    model = tiny_model()
+    ids, _ = prompt_ids(PROMPT)
     method = SnapKV(BUDGET, PromptWindow(8), window=0, pool=NO_POOL, every=every)
     slow = Slow(model, method)
     slow.read(ids)
@@ -133,10 +143,11 @@ def test_queries_whose_entries_may_be_evicted_no_longer_observe(every):
     assert_close(decoded.state.logits, slow.logits())
 
 
-@each_pair
+@with_every_allocation
 def test_batches_equal_singles(make, name, allocate):
     """Rows of 30, 19 and 7 tokens: the last one is shorter than what is kept, and is first evicted from later."""
-    model, method = tiny_model(), make(name, allocate=allocate)
+    model = tiny_model()
+    method = make(name, allocate)
     ids, mask = prompt_ids(PROMPT, 19, 7)
     batch = answer(model, method, ids, mask)
     for row, length in enumerate([PROMPT, 19, 7]):
