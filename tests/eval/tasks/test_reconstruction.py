@@ -15,31 +15,36 @@ from tests.tiny import tiny_tokenizer
 
 def test_a_paragraph_of_the_text_is_the_answer() -> None:
     request = TaskRequest(tiny_tokenizer(), 8192, lengths=(1000, 4000), samples=6)
-    made = ReconstructionTask().samples("", request)
-    assert [each.length for each in made] == [1000] * 6 + [4000] * 6
-    assert made == ReconstructionTask().samples(
-        "", TaskRequest(tiny_tokenizer(), 8192, lengths=(1000, 4000), samples=6)
-    )
-    others = list[float]()
-    for sample in made:
+    samples = ReconstructionTask().samples("", request)
+    assert [sample.length for sample in samples] == [1000] * 6 + [4000] * 6
+    same_request = TaskRequest(tiny_tokenizer(), 8192, lengths=(1000, 4000), samples=6)
+    assert samples == ReconstructionTask().samples("", same_request)
+    scores_of_wrong_paragraphs: list[float] = []
+    for sample in samples:
         assert sample.length * 0.5 < len(sample.prompt_ids) + MAX_NEW_TOKENS <= sample.length
-        (reference,), paragraphs = sample.references, sample.context.split("\n\n")
-        (asked,) = (each for each in paragraphs if " ".join(each.split()).startswith(reference))
-        assert " ".join(asked.split()[:6]) in sample.question and score(sample, reference) > 0.999
-        assert sample.depth == pytest.approx((paragraphs.index(asked) + 0.5) / len(paragraphs))
-        others.append(score(sample, paragraphs[paragraphs.index(asked) - 1]))
-    assert fmean(others) < 0.4
-    assert len({sample.depth for sample in made}) > 8
+        (reference,) = sample.references
+        paragraphs = sample.context.split("\n\n")
+        (index,) = (
+            index for index, paragraph in enumerate(paragraphs) if " ".join(paragraph.split()).startswith(reference)
+        )
+        first_words = paragraphs[index].split()[:6]
+        assert " ".join(first_words) in sample.question
+        assert score(sample, reference) > 0.999
+        assert sample.depth == pytest.approx((index + 0.5) / len(paragraphs))
+        scores_of_wrong_paragraphs.append(score(sample, paragraphs[index - 1]))
+    assert fmean(scores_of_wrong_paragraphs) < 0.4
+    assert len({sample.depth for sample in samples}) > 8
 
 
 def test_several_questions_share_a_text_and_can_be_split_from_it() -> None:
     request = TaskRequest(tiny_tokenizer(), 8192, lengths=(2000,), samples=2, every_question=True)
-    made = [render_apart(each, request.tokenizer) for each in ReconstructionTask().samples("", request)]
-    groups = groups_of(made, "multi")
+    samples = ReconstructionTask().samples("", request)
+    groups = groups_of([render_apart(sample, request.tokenizer) for sample in samples], "multi")
     assert [len(group) for group in groups] == [ASKED] * 2
     for group in groups:
-        assert len({each.references for each in group}) == ASKED
-        assert len({tuple(each.prompt_ids.tolist()) for each in group}) == 1 and len(group[0].question_ids) > 5
+        assert len({sample.references for sample in group}) == ASKED
+        assert len({tuple(sample.prompt_ids.tolist()) for sample in group}) == 1
+        assert len(group[0].question_ids) > 5
 
 
 def test_too_short_a_text_is_refused() -> None:
