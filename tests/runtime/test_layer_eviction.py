@@ -1,4 +1,4 @@
-"""Eviction during the prefill: the entries that stay are those of an eviction after it, and only one layer is whole."""
+"""Eviction during the prefill: the entries that stay are those of an eviction after it, and only one layer is full."""
 
 import weakref
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from keepsight.models.decoder import decoder_of
 from keepsight.runtime.allocate import Adaptive, Global
@@ -41,43 +42,56 @@ METHODS = {
 }
 
 
-def assert_same(one: State, other: State) -> None:
+def real_entries(entries: Any) -> Tensor:
+    """Which entries are no padding, [B, K, C] bool."""
+    every = entries.keys.new_ones(entries.keys.shape[:3], dtype=torch.bool)
+    return every if entries.real is None else entries.real & every
+
+
+def assert_same(state: State, expected: State) -> None:
     """The same entries in the same order, and the same records of them."""
-    for ours, theirs in zip(one.entries(), other.entries(), strict=True):
-        assert torch.equal(ours.keys, theirs.keys)
-        assert torch.equal(ours.values, theirs.values)
-        every = ours.keys.new_ones(ours.keys.shape[:3], dtype=torch.bool)
-        mine, yours = (every if each.real is None else each.real & every for each in (ours, theirs))
-        assert torch.equal(mine, yours)
+    for layer, expected_layer in zip(state.entries(), expected.entries(), strict=True):
+        assert torch.equal(layer.keys, expected_layer.keys)
+        assert torch.equal(layer.values, expected_layer.values)
+        assert torch.equal(real_entries(layer), real_entries(expected_layer))
     for name in ("queries", "accumulated"):
-        for mine, yours in zip(recorded(one, name), recorded(other, name), strict=True):
-            assert torch.equal(mine, yours)
-    for mine, yours in zip(
-        (one.logits, one.tokens, one.lengths), (other.logits, other.tokens, other.lengths), strict=True
-    ):
-        assert torch.equal(mine, yours)
-    assert (one.attention_mask() is None) == (other.attention_mask() is None)
+        for record, expected_record in zip(recorded(state, name), recorded(expected, name), strict=True):
+            assert torch.equal(record, expected_record)
+    assert torch.equal(state.logits, expected.logits)
+    assert torch.equal(state.tokens, expected.tokens)
+    assert torch.equal(state.lengths, expected.lengths)
+    assert (state.attention_mask() is None) == (expected.attention_mask() is None)
 
 
 @pytest.mark.parametrize(("lengths", "chunk"), [((70, 41, 15), 16), ((70,), None), ((12, 9), None)])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_entries_stay(name: str, lengths: tuple[int, ...], chunk: int | None) -> None:
-    model, method, (ids, mask) = tiny_model(), METHODS[name], prompt_ids(*lengths)
+    model = tiny_model()
+    method = METHODS[name]
+    ids, mask = prompt_ids(*lengths)
     during = method.start(model, ids, mask, chunk=chunk)
     after = replace(method, during_prefill=False).start(model, ids, mask, chunk=chunk)
     assert_same(during, after)
+
     token = ids[:, -1:]
-    (during, logits), (after, expected) = (read(model, state, token) for state in (during, after))
+    during, logits = read(model, during, token)
+    after, expected = read(model, after, token)
     assert torch.allclose(logits, expected, atol=1e-5)
     assert_same(replace(during, logits=after.logits), after)
 
 
 @pytest.mark.parametrize(("family", "name"), grid(["h2o", "adakv"]))
 def test_the_same_entries_stay_in_every_family(family: str, name: str) -> None:
-    model, method, (ids, mask) = family_model(family), METHODS[name], prompt_ids(70, 41)
-    padded = not any("linear" in kind for kind in getattr(model.config.get_text_config(), "layer_types", None) or [])
-    given = (ids, mask) if padded else (ids[:1], None)
-    assert_same(method.start(model, *given), replace(method, during_prefill=False).start(model, *given))
+    model = family_model(family)
+    method = METHODS[name]
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    ids, mask = prompt_ids(70, 41)
+    prompt_inputs = (ids, mask)
+    if any("linear" in kind for kind in layer_types):  # whose recurrent states take no padding
+        prompt_inputs = (ids[:1], None)
+    during = method.start(model, *prompt_inputs)
+    after = replace(method, during_prefill=False).start(model, *prompt_inputs)
+    assert_same(during, after)
 
 
 class Layers:
@@ -85,13 +99,13 @@ class Layers:
 
     Attributes:
         bytes: After each layer, the bytes held.
-        whole: After each layer, how many are still whole.
-        alive: After each layer, how many of those that were whole still exist.
+        full: After each layer, how many still have all entries.
+        alive: After each layer, how many of those that had all entries still exist.
     """
 
     def __init__(self, model: Any) -> None:
         self.bytes: list[int] = []
-        self.whole: list[int] = []
+        self.full: list[int] = []
         self.alive: list[int] = []
         self._filled: list[weakref.ref[Any]] = []
         for layer in decoder_of(model).layers:
@@ -104,43 +118,45 @@ class Layers:
     def _look(self, module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
         cache = options["past_key_values"]
         self.bytes.append(cache_bytes(cache))
-        self.whole.append(sum(layer.is_initialized and layer.keys.shape[2] == layer.seen for layer in cache.layers))
+        self.full.append(sum(layer.is_initialized and layer.keys.shape[2] == layer.seen for layer in cache.layers))
         self.alive.append(sum(layer() is not None for layer in self._filled))
 
 
 @pytest.mark.parametrize("during", [None, False])
-def test_no_more_than_one_layer_is_whole(during: bool | None) -> None:
-    model, ids = tiny_model(), prompt_ids(200)[0]
+def test_no_more_than_one_layer_is_full(during: bool | None) -> None:
+    model = tiny_model()
+    ids = prompt_ids(200)[0]
     watched = Layers(model)
     SnapKV(20, window=6, during_prefill=during).start(model, ids)
-    of_entry = 2 * 8 * 2 * 4  # KV heads, dimensions, keys and values, bytes
+    entry_bytes = 2 * 8 * 2 * 4  # KV heads, dimensions, keys and values, bytes
     if during is None:
-        assert watched.whole == watched.alive == [0, 0, 0]
-        assert watched.bytes == [20 * of_entry, 40 * of_entry, 60 * of_entry]
+        assert watched.full == watched.alive == [0, 0, 0]
+        assert watched.bytes == [20 * entry_bytes, 40 * entry_bytes, 60 * entry_bytes]
     else:
-        assert watched.whole == watched.alive == [1, 2, 3]
-        assert watched.bytes == [200 * of_entry, 400 * of_entry, 600 * of_entry]
+        assert watched.full == watched.alive == [1, 2, 3]
+        assert watched.bytes == [200 * entry_bytes, 400 * entry_bytes, 600 * entry_bytes]
 
 
-def test_no_more_than_one_layer_is_whole_where_there_are_images() -> None:
+def test_no_more_than_one_layer_is_full_where_there_are_images() -> None:
     model = fresh_model(QWEN)
     watched = Layers(model)
     generate(model, method=SnapKV(20, window=6), max_new_tokens=1, **prompt(QWEN))
-    assert watched.whole == watched.alive == [0] * 4
+    assert watched.full == watched.alive == [0] * 4
 
 
 def test_an_observer_that_looks_back_evicts_after_the_prefill() -> None:
     observer = DraftObserver(OwnAnswer(6))
-    model, ids = tiny_model(), prompt_ids(60)[0]
-    assert Evict(20, observer).start(model, ids).counts().unique().tolist() == [20]
+    state = Evict(20, observer).start(tiny_model(), prompt_ids(60)[0])
+    assert state.counts().unique().tolist() == [20]
     with refused("during_prefill", "conflict"):
         Evict(20, observer, during_prefill=True)
 
 
 def test_a_budget_that_all_layers_share_is_divided_after_the_prefill() -> None:
-    model, ids = tiny_model(), prompt_ids(60)[0]
+    model = tiny_model()
+    ids = prompt_ids(60)[0]
     watched = Layers(model)
     SnapKV(20, window=6, allocate=Global()).start(model, ids)
-    assert watched.whole == [1, 2, 3]
+    assert watched.full == [1, 2, 3]
     with refused("during_prefill", "conflict"):
         SnapKV(20, window=6, allocate=Global(), during_prefill=True)

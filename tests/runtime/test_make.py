@@ -54,7 +54,7 @@ from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
 DRAFT = LayerSubset((0, 2))
 TOKENIZER = tiny_tokenizer()
-AT_HAND = Resources(draft=DRAFT, tokenizer=TOKENIZER)
+RESOURCES = Resources(draft=DRAFT, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
@@ -126,27 +126,33 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
 def test_options_and_parts(case: str) -> None:
     name, options, expected = COMPOSED[case]
     before = repr(options)
-    made = make_method(name, 64, AT_HAND, **options)
-    assert type(made) is type(expected) and made == expected
-    assert hash(made) == hash(expected)  # sweeps look parts up
+    method = make_method(name, 64, RESOURCES, **options)
+    assert type(method) is type(expected)
+    assert method == expected
+    assert hash(method) == hash(expected)  # sweeps look parts up
     assert repr(options) == before
 
 
 def test_every_observer_and_drafter_can_be_composed() -> None:
     ids, _ = prompt_ids(90)
     model = tiny_model(vocab_size=512)
-    given: dict[str, dict[str, Any]] = {
+    observer_options: dict[str, dict[str, Any]] = {
         "draft_tokens": {"drafter": "prompt_ends"},
         "query_cache": {"budget": 40},
         "prompt_window": {"window": 4},
         "ladder": {"span": 2},
     }
-    drafters: dict[str, dict[str, Any]] = {"constant_text": {"ids": [5, 6]}}
-    composed = [{"name": name, **given.get(name, {})} for name in OBSERVERS if name != "soft_tokens"]
-    composed += [{"name": "draft_tokens", "drafter": {"name": name, **drafters.get(name, {})}} for name in DRAFTERS]
+    drafter_options: dict[str, dict[str, Any]] = {"constant_text": {"ids": [5, 6]}}
+    observers: list[dict[str, Any]] = []
+    for name in OBSERVERS:
+        if name != "soft_tokens":
+            observers.append({"name": name, **observer_options.get(name, {})})
+    for name in DRAFTERS:
+        drafter = {"name": name, **drafter_options.get(name, {})}
+        observers.append({"name": "draft_tokens", "drafter": drafter})
     answers = set()
-    for observer in composed:
-        method = make_method("evict", 40, AT_HAND, observer=observer, pool="none", allocate="adakv", window=2)
+    for observer in observers:
+        method = make_method("evict", 40, RESOURCES, observer=observer, pool="none", allocate="adakv", window=2)
         assert isinstance(method, Evict)
         state = method.start(model, ids)
         assert int(state.counts().sum()) == 40 * 3 * 2, observer
@@ -158,17 +164,22 @@ def test_an_adapter_says_how_it_was_trained(adapter: Path) -> None:
     resources = Resources(str(adapter))
     method = make_method("lookaheadkv", 64, resources)
     assert isinstance(method, LookaheadKV)
-    assert (method.reduce, method.pool) == (Reduce("max", "max"), Pool("avg", 3))
+    assert method.reduce == Reduce("max", "max")
+    assert method.pool == Pool("avg", 3)
     assert method.allocate == Adaptive(0.4, blend=False)
-    assert make_method("lookaheadkv", 64, resources, allocate="uniform") == dataclasses.replace(
-        method, allocate=Uniform()
-    )
-    assert isinstance(method.observer, SoftTokens) and method.observer.artifact is resources.artifact
+    assert isinstance(method.observer, SoftTokens)
+    assert method.observer.artifact is resources.artifact
+
+    uniform = make_method("lookaheadkv", 64, resources, allocate="uniform")
+    assert uniform == dataclasses.replace(method, allocate=Uniform())
     pooled = make_method("lookaheadkv", 64, resources, pool={"kernel": 5}, allocate="pyramidkv")
     parts: dict[str, Any] = {"observer": method.observer, "reduce": Reduce("max", "max")}
     assert pooled == LookaheadKV(64, pool=Pool("avg", 5), allocate=Pyramid(), **parts)
-    free = make_method("evict", 64, resources, observer="soft_tokens")
-    assert isinstance(free, Evict) and free.observer == method.observer and free.pool == Pool()
+
+    composed = make_method("evict", 64, resources, observer="soft_tokens")
+    assert isinstance(composed, Evict)
+    assert composed.observer == method.observer
+    assert composed.pool == Pool()
 
 
 def test_a_retrieval_head_is_loaded_once_and_checked(tmp_path: Path) -> None:
@@ -178,8 +189,9 @@ def test_a_retrieval_head_is_loaded_once_and_checked(tmp_path: Path) -> None:
     head.save(tmp_path, Provenance("tiny"), "# Card\n")
     target = tiny_model(num_hidden_layers=8)
     resources = Resources(retrieval=tmp_path, target=target)
-    made = make_method("specontext", 64, resources, sinks=2, window=8)
-    assert isinstance(made, SpeContext) and made == SpeContext(64, resources.head, 2, 8)
+    method = make_method("specontext", 64, resources, sinks=2, window=8)
+    assert isinstance(method, SpeContext)
+    assert method == SpeContext(64, resources.head, 2, 8)
     assert make_method("specontext", 0.5, resources).needs() == Needs(features=(1, 3, 4))
     with refused("retrieval", "missing"):
         SpeContext.from_pretrained(tmp_path, 64).needs()
@@ -190,8 +202,8 @@ def test_a_retrieval_head_is_loaded_once_and_checked(tmp_path: Path) -> None:
 
 
 def test_resources_are_looked_for_only_where_they_are_needed() -> None:
-    nowhere = Resources("./nowhere")
-    assert make_method("snapkv", 64, nowhere) == make_method("snapkv", 64) == SnapKV(64)
+    missing_adapter = Resources("./nowhere")
+    assert make_method("snapkv", 64, missing_adapter) == make_method("snapkv", 64) == SnapKV(64)
     assert make_method("h2o", 0.5) == H2O(0.5)
     assert make_method("pyramidkv", 64, None, observer=PromptWindow(4)) == PyramidKV(64, PromptWindow(4))
     needs = {"lookaheadkv": "adapter", "speckvpc": "draft", "llmlingua2": "tokenizer", "specontext": "retrieval"}
@@ -202,7 +214,7 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
     with refused("draft", "missing"):
         make_method("evict", 64, observer={"name": "draft_tokens", "drafter": "draft_model"})
     with refused("artifact", "unknown"):
-        make_method("lookaheadkv", 64, nowhere)
+        make_method("lookaheadkv", 64, missing_adapter)
 
 
 WRONG: list[tuple[str, Any, dict[str, Any], str, Code]] = [
@@ -236,9 +248,9 @@ WRONG: list[tuple[str, Any, dict[str, Any], str, Code]] = [
 
 
 @pytest.mark.parametrize(("name", "budget", "options", "field", "code"), WRONG)
-def test_bad_values_are_named(name: str, budget: Any, options: dict[str, Any], field: str, code: Code) -> None:
+def test_bad_values_are_refused(name: str, budget: Any, options: dict[str, Any], field: str, code: Code) -> None:
     with refused(field, code) as error:
-        make_method(name, budget, AT_HAND, **options)
+        make_method(name, budget, RESOURCES, **options)
     assert name.split("+")[0] in str(error.value).lower()
 
 
@@ -248,19 +260,27 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_target(tmp_path_factory.mktemp("base"))
 
 
-ELSEWHERE = ("own_indexer", "qfilters", "duoattention")
+def save_adapter(model: Any, folder: Path, tokens: int = 4) -> None:
+    adapter = Lookahead(model, LookaheadSettings(tokens=tokens, rank=2)).adapter()
+    adapter.save(folder, Provenance("tiny"), "# Card\n")
+
+
+def save_head(model: Any, folder: Path) -> None:
+    head = RetrievalHead.untrained(model, "none", 64)
+    head.save(folder, Provenance("tiny"), "# Card\n")
+
+
+BUILT_ELSEWHERE = ("own_indexer", "qfilters", "duoattention")
 """Built in `test_indexer.py`, for another model, and in `test_kvpress_methods.py` and `test_duoattention.py`, from
 published directions and patterns."""
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in BUILT_ELSEWHERE])
 def test_a_method_is_built_once_before_the_base_model_has_weights(name: str, base: Path, tmp_path: Path) -> None:
     """Built with the model on the meta device, it answers with the loaded one."""
     outline = outline_target(str(base), dtype="float32")
-    Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(tmp_path, Provenance("tiny"), "# Card")
-    RetrievalHead.untrained(load_target(str(base), device="cpu").model, "none", 64).save(
-        tmp_path, Provenance("tiny"), "# Card"
-    )
+    save_adapter(tiny_model(), tmp_path)
+    save_head(load_target(str(base), device="cpu").model, tmp_path)
     resources = Resources(tmp_path, DRAFT, outline.tokenizer, tmp_path, outline.model)
     options_of_methods: dict[str, dict[str, Any]] = {
         "evict": {"observer": {"name": "draft_tokens", "drafter": "draft_model"}},
@@ -294,17 +314,14 @@ UNFIT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, Code]] = {
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_a_model_that_does_not_fit_is_refused_before_it_has_weights(case: str, base: Path, tmp_path: Path) -> None:
-    name, options, needed, field, code = UNFIT[case]
-    other = tiny_model(hidden_size=64, vocab_size=128)
-    Lookahead(other, LookaheadSettings(tokens=4, rank=2)).adapter().save(
-        tmp_path / "adapter", Provenance("tiny"), "# Card"
-    )
-    RetrievalHead.untrained(other, "none", 64).save(tmp_path / "head", Provenance("tiny"), "# Card\n")
+    name, options, unfit, field, code = UNFIT[case]
+    other_model = tiny_model(hidden_size=64, vocab_size=128)
+    save_adapter(other_model, tmp_path / "adapter")
+    save_head(other_model, tmp_path / "head")
     outline = outline_target(str(base), dtype="float32")
     resources = Resources(tokenizer=outline.tokenizer, target=outline.model)
-    for key, value in needed.items():
-        resource: Any = tmp_path / value if isinstance(value, str) else value
-        changes: dict[str, Any] = {key: resource}
+    for resource, value in unfit.items():
+        changes: dict[str, Any] = {resource: tmp_path / value if isinstance(value, str) else value}
         resources = dataclasses.replace(resources, **changes)
     with refused(field, code):
         make_method(name, 96, resources, **options)
@@ -318,30 +335,34 @@ def test_what_is_missing_is_named_early(tmp_path: Path) -> None:
 
 
 def test_methods_may_name_adapters_and_heads_of_their_own(tmp_path: Path) -> None:
-    target, own = tiny_model(num_hidden_layers=8), tmp_path / "own"
-    for seed, folder in enumerate((tmp_path / "default", own)):
+    target = tiny_model(num_hidden_layers=8)
+    default_folder = tmp_path / "default"
+    named_folder = tmp_path / "named"
+    for seed, folder in enumerate((default_folder, named_folder)):
         torch.manual_seed(seed)
-        lookahead = Lookahead(tiny_model(), LookaheadSettings(tokens=4 + seed, rank=2))
-        lookahead.adapter().save(folder, Provenance("tiny"), "# Card")
+        save_adapter(tiny_model(), folder, tokens=4 + seed)
         tiny_retrieval_head().save(folder, Provenance("tiny"), "# Card\n")
-    loaded = Resources(tmp_path / "default", retrieval=tmp_path / "default", target=target)
+    resources = Resources(default_folder, retrieval=default_folder, target=target)
+    named = str(named_folder)
     make: Any = make_method
-    ours = {"adapter": str(own)}
-    default, first, again = (
-        make("lookaheadkv", budget, loaded, **options) for budget, options in ((64, {}), (64, ours), (32, ours))
-    )
-    assert (default.observer.positions(), first.observer.positions()) == (4, 5)
-    assert first.observer.artifact is again.observer.artifact
-    heads = [
-        make("specontext", 64, loaded, **options).head
-        for options in ({}, {"retrieval": str(own)}, {"retrieval": str(own)})
-    ]
-    assert heads[0] is loaded.head
-    assert heads[1] is heads[2] is not heads[0]
-    composed = make_method("evict", 64, Resources(), observer="soft_tokens", adapter=str(own))
-    assert composed.adapter_digest == first.adapter_digest != default.adapter_digest
+
+    default = make("lookaheadkv", 64, resources)
+    of_name = make("lookaheadkv", 64, resources, adapter=named)
+    of_name_again = make("lookaheadkv", 32, resources, adapter=named)
+    assert default.observer.positions() == 4
+    assert of_name.observer.positions() == 5
+    assert of_name.observer.artifact is of_name_again.observer.artifact
+
+    default_head = make("specontext", 64, resources).head
+    named_head = make("specontext", 64, resources, retrieval=named).head
+    named_head_again = make("specontext", 64, resources, retrieval=named).head
+    assert default_head is resources.head
+    assert named_head is named_head_again is not default_head
+
+    composed = make_method("evict", 64, Resources(), observer="soft_tokens", adapter=named)
+    assert composed.adapter_digest == of_name.adapter_digest != default.adapter_digest
     for name, key in (("snapkv", "adapter"), ("lookaheadkv", "retrieval"), ("quest", "retrieval")):
         with refused(key, "unknown"):
-            make_method(name, 64, loaded, **{key: str(own)})
+            make_method(name, 64, resources, **{key: named})
     with refused("artifact", "unknown"):
-        make_method("lookaheadkv", 64, loaded, adapter="./nowhere")
+        make_method("lookaheadkv", 64, resources, adapter="./nowhere")

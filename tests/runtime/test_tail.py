@@ -27,7 +27,8 @@ from tests.runtime.test_layer_eviction import Layers
 from tests.tiny import prompt_ids, tiny_model
 
 DRAFT = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(1))
-DRAFTED = DraftIds(DRAFT.expand(3, -1), torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [True] * 5]))
+DRAFT_MASK = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [True] * 5])
+DRAFTED = DraftIds(DRAFT.expand(3, -1), DRAFT_MASK)
 """A draft that ends early in the second row."""
 
 
@@ -62,9 +63,10 @@ def passes_of(model: Any) -> list[int]:
 
 
 def assert_kept_alike(one_pass: State, two_passes: State) -> None:
-    for ours, theirs in zip(one_pass.entries(), two_passes.entries(), strict=True):
-        assert_close(ours.keys, theirs.keys)
-        assert_close(ours.values, theirs.values)
+    """Two states have the same entries, and the first no longer has what was observed."""
+    for layer, expected in zip(one_pass.entries(), two_passes.entries(), strict=True):
+        assert_close(layer.keys, expected.keys)
+        assert_close(layer.values, expected.values)
     assert_close(one_pass.logits, two_passes.logits)
     assert torch.equal(one_pass.counts(), two_passes.counts())
     assert torch.equal(one_pass.lengths, two_passes.lengths)
@@ -80,38 +82,38 @@ def test_the_entries_that_stay_are_those_of_two_passes(
     model = tiny_model()
     method = methods(adapter)[name]
     ids, mask = prompt_ids(*lengths)
-    whole = prefill(model, ids, mask, needs=method.needs())
+    full_cache = prefill(model, ids, mask, needs=method.needs())
     passes = passes_of(model)
     one_pass = method.start(model, ids, mask, chunk=chunk)
     assert sum(passes) == 70 + method.bound_observer.positions()
-    assert_kept_alike(one_pass, method.compress_state(model, whole))
+    assert_kept_alike(one_pass, method.compress_state(model, full_cache))
 
 
 @pytest.mark.parametrize("family", [family for family in (*FAMILIES, *MORE) if (family, "lookaheadkv") not in REFUSED])
 def test_every_family_keeps_what_two_passes_keep(family: str, tmp_path: Path) -> None:
     """Families with windows or recurrent states, which would take in the observers, read them in a second pass."""
     model = family_model(family)
-    module = random_on(model)
-    adapter = LookaheadAdapter.load(save(module, tmp_path / "adapter"))
+    adapter = LookaheadAdapter.load(save(random_on(model), tmp_path / "adapter"))
     method = LookaheadKV(16, SoftTokens(adapter), pool=NO_POOL)
     ids = prompt_ids(41)[0]
-    whole = prefill(model, ids, needs=method.needs())
-    before = [parameter.clone() for parameter in model.parameters()]
+    full_cache = prefill(model, ids, needs=method.needs())
+    weights_before = [parameter.clone() for parameter in model.parameters()]
     passes: list[int] = []
-    recorder_call = PassRecorder.__call__
+    record = PassRecorder.__call__
 
-    def counted(self: PassRecorder, index: int, query: Tensor, *rest: Any) -> None:
+    def record_and_count(self: PassRecorder, index: int, query: Tensor, *states: Any) -> None:
         passes.append(query.shape[2])
-        recorder_call(self, index, query, *rest)
+        record(self, index, query, *states)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PassRecorder, "__call__", counted)
+        patch.setattr(PassRecorder, "__call__", record_and_count)
         state = method.start(model, ids)
     joined_rows = 41 + method.observer.positions()
     is_joined = set(layer_kinds(model.config)) == {FULL} and length_limit(model.config) is None
     assert (joined_rows in passes) == is_joined
-    assert_kept_alike(state, method.compress_state(model, whole))
-    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert_kept_alike(state, method.compress_state(model, full_cache))
+    for before, after in zip(weights_before, model.parameters(), strict=True):
+        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -119,46 +121,51 @@ def test_half_precision_scores_are_close(adapter: LookaheadAdapter, dtype: torch
     model = tiny_model().to(dtype)
     method = LookaheadKV(20, SoftTokens(adapter), during_prefill=False)
     ids = prompt_ids(60)[0]
-    whole = prefill(model, ids, needs=method.needs())
-    expected = method.bound_observer(model, whole, method.reduce)
+    full_cache = prefill(model, ids, needs=method.needs())
+    expected = method.bound_observer(model, full_cache, method.reduce)
     tail = method.observer.tail(model, ids, None, method.reduce)
     state = prefill(model, ids, needs=method.needs(), tail=tail)
     for layer, scores in zip(state.layers, expected, strict=True):
-        assert layer.recorded is not None and layer.recorded.observed is not None
+        assert layer.recorded is not None
+        assert layer.recorded.observed is not None
         assert torch.allclose(layer.recorded.observed, scores, atol=0.02)
 
 
-def test_only_one_layer_is_whole_where_heads_share_no_budget(adapter: LookaheadAdapter) -> None:
-    model, ids = tiny_model(), prompt_ids(200)[0]
+def test_only_one_layer_is_full_where_heads_share_no_budget(adapter: LookaheadAdapter) -> None:
+    model = tiny_model()
+    ids = prompt_ids(200)[0]
     watched = Layers(model)
     LookaheadKV(20, SoftTokens(adapter)).start(model, ids)
-    assert watched.whole == watched.alive == [0, 0, 0]
-    asked = LookaheadKV(20, SoftTokens(adapter), during_prefill=True)
-    assert asked.start(tiny_model(), ids).length == 20
+    assert watched.full == watched.alive == [0, 0, 0]
+    during_prefill = LookaheadKV(20, SoftTokens(adapter), during_prefill=True)
+    assert during_prefill.start(tiny_model(), ids).length == 20
 
 
 def test_a_prompt_within_the_budget_is_read_alone(adapter: LookaheadAdapter) -> None:
-    model, ids = tiny_model(), prompt_ids(18)[0]
+    model = tiny_model()
     passes = passes_of(model)
-    state = LookaheadKV(20, SoftTokens(adapter)).start(model, ids)
-    assert passes == [18] and state.length == 18
+    state = LookaheadKV(20, SoftTokens(adapter)).start(model, prompt_ids(18)[0])
+    assert passes == [18]
+    assert state.length == 18
 
 
 def test_the_owner_s_hooks_and_answers_stay(adapter: LookaheadAdapter) -> None:
     """The adapter changes the observers' rows alone, and nothing after the pass."""
-    model, ids = tiny_model(), prompt_ids(60)[0]
-    plain = model(ids).logits
+    model = tiny_model()
+    ids = prompt_ids(60)[0]
+    logits_before = model(ids).logits
     method = LookaheadKV(59, SoftTokens(adapter))
-    answer = generate(model, ids, method, max_new_tokens=4)
-    second = generate(model, ids, replace(method, during_prefill=False), max_new_tokens=4)
-    assert torch.equal(answer, second)
-    assert torch.equal(model(ids).logits, plain)
+    one_pass = generate(model, ids, method, max_new_tokens=4)
+    two_passes = generate(model, ids, replace(method, during_prefill=False), max_new_tokens=4)
+    assert torch.equal(one_pass, two_passes)
+    assert torch.equal(model(ids).logits, logits_before)
     assert SHAPE.tokens == method.observer.positions()
 
 
 def test_a_model_that_returns_all_logits_goes_on_from_the_prompt_s_last_token(adapter: LookaheadAdapter) -> None:
     """VideoLLaMA 3 looks at no `logits_to_keep`: the last row would be that of a soft token."""
-    model, ids = tiny_model(), prompt_ids(60)[0]
+    model = tiny_model()
+    ids = prompt_ids(60)[0]
     method = LookaheadKV(20, SoftTokens(adapter))
     expected = method.start(model, ids)
     answer = generate(model, ids, method, max_new_tokens=4)

@@ -33,34 +33,34 @@ from tests.zoo.configs import small_model
 
 SHORT = 33
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
+_CLIP = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
 _LLAVA = {
     "text_config": SMALL | {"model_type": "llama"},
-    "vision_config": _VISION
-    | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8},
+    "vision_config": _VISION | _CLIP,
     "image_token_index": IMAGE,
 }
+_M_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_QWEN3_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
 _QWEN3_VL = {
-    "text_config": SMALL
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}, "head_dim": 8},
-    "vision_config": _VISION
-    | {
-        "depth": 2,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    },
+    "text_config": SMALL | {"rope_parameters": _M_ROPE, "head_dim": 8},
+    "vision_config": _VISION | _QWEN3_VISION,
     "image_token_id": IMAGE,
     "vision_start_token_id": 122,
     "vision_end_token_id": 123,
 }
 
 
-def from_config(kind: str, whole: dict[str, Any]) -> Any:
+def from_config(kind: str, options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **whole | {"tie_word_embeddings": False})
+    config = AutoConfig.for_model(kind, **options | {"tie_word_embeddings": False})
     return AutoModelForImageTextToText.from_config(config).eval()
 
 
@@ -119,7 +119,8 @@ TWO_PASSES = ("Qwen3-VL", "Gemma 3, full attention")
 def test_the_prompt_is_read_as_without_observers(name: str, is_padded: bool, tmp_path: Path) -> None:
     model, rows = pictured(name)
     method = soft_tokens(model, tmp_path)
-    inputs, mask = rows[0], None
+    inputs = rows[0]
+    mask = None
     if is_padded:
         inputs = padded(rows)
         mask = torch.arange(LENGTH) >= torch.tensor([[0], [LENGTH - SHORT]])
@@ -137,19 +138,21 @@ def test_the_prompt_is_read_as_without_observers(name: str, is_padded: bool, tmp
     passes = passes_of(model)
     state = prefill(model, ids, mask, needs=method.needs(), images=images, tail=tail)
     assert passes == [LENGTH + SHAPE.tokens]
-    other = prefill(model, ids, mask, needs=method.needs(), images=images, tail=silent)
-    for ours, theirs, expected_entries in zip(state.entries(), other.entries(), plain.entries(), strict=True):
-        assert torch.equal(ours.keys, theirs.keys), "bit for bit, whatever observes"
-        assert torch.equal(ours.values, theirs.values)
-        assert_close(ours.keys, expected_entries.keys)
-        assert_close(ours.values, expected_entries.values)
-    assert torch.equal(state.logits, other.logits)
+    silent_state = prefill(model, ids, mask, needs=method.needs(), images=images, tail=silent)
+    by_layer = zip(state.entries(), silent_state.entries(), plain.entries(), strict=True)
+    for layer, silent_layer, plain_layer in by_layer:
+        assert torch.equal(layer.keys, silent_layer.keys), "bit for bit, whatever observes"
+        assert torch.equal(layer.values, silent_layer.values)
+        assert_close(layer.keys, plain_layer.keys)
+        assert_close(layer.values, plain_layer.values)
+    assert torch.equal(state.logits, silent_state.logits)
     assert_close(state.logits, plain.logits)
     assert torch.equal(state.lengths + state.rope_offset, plain.lengths + plain.rope_offset)
     assert [layer.seen for layer in state.layers] == [LENGTH] * len(state.layers)
     real = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask
     for layer, scores in zip(state.layers, expected, strict=True):
-        assert layer.recorded is not None and layer.recorded.observed is not None
+        assert layer.recorded is not None
+        assert layer.recorded.observed is not None
         difference = (layer.recorded.observed - scores).abs().amax(dim=1)
         assert difference[real].max() < 1e-5
 
@@ -170,7 +173,8 @@ def test_observers_follow_an_image_at_the_end_of_a_prompt_as_text_does(tmp_path:
     plain = prefill(model, ids, needs=method.needs(), images=images)
     assert images is not None
     positions = images.positions_in(model, ids, None)
-    assert positions is not None and len(positions[:, 0, -1].unique()) > 1
+    assert positions is not None
+    assert len(positions[:, 0, -1].unique()) > 1
     assert_kept_alike(method.start(model, ids, images=images), method.compress_state(model, plain))
 
 
@@ -256,8 +260,8 @@ def test_answers_follow_the_images_positions(tmp_path: Path) -> None:
     model, rows = pictured("Qwen2.5-VL")
     method = soft_tokens(model, tmp_path)
     ids: Tensor = rows[0]["input_ids"]
-    whole = prefill(model, ids, needs=method.needs(), images=Images.among(rows[0]))
-    state = method.compress_state(model, whole)
+    full_cache = prefill(model, ids, needs=method.needs(), images=Images.among(rows[0]))
+    state = method.compress_state(model, full_cache)
     expected = []
     for _ in range(6):
         token = state.logits.argmax(dim=-1, keepdim=True)

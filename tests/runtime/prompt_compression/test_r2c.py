@@ -51,6 +51,21 @@ def sentence_scores(sentences: list[str], attention: ChunkAttention) -> list[flo
     return scores
 
 
+def without_worst_sentences(owner_of: dict[int, int], scores: list[float], quota: float, most: int) -> list[int]:
+    """The tokens that stay when the worst sentences go, one by one, until `quota` or `most` tokens are gone.
+
+    `owner_of` has the sentence of each token.
+    """
+    tokens = list(owner_of)
+    removed = 0
+    while tokens and removed < quota and removed < most:
+        remaining = {owner_of[token] for token in tokens}
+        worst = min(remaining, key=lambda sentence: (scores[sentence], sentence))
+        tokens = [token for token in tokens if owner_of[token] != worst]
+        removed = len(owner_of) - len(tokens)
+    return tokens
+
+
 def slow_selection(texts: list[str], chunks: Sequence[tuple[int, int]], budget: int, share: float) -> list[int]:
     """Section 3.3 and 3.4, chunk by chunk, from the text alone."""
     before = len(texts) - WINDOW
@@ -58,38 +73,31 @@ def slow_selection(texts: list[str], chunks: Sequence[tuple[int, int]], budget: 
     attention = shared_with_question(question, ["".join(texts[start:end]) for start, end in chunks])
     by_attention = sorted(range(len(chunks)), key=lambda chunk: -attention[chunk].mean)
     least = before - (len(texts) - budget) * (1 - share)
-    kept = slow_chunks([end - start for start, end in chunks], by_attention, least)
-    tokens = {chunk: [*range(*chunks[chunk])] for chunk in kept}
+    lengths = [end - start for start, end in chunks]
+    kept = slow_chunks(lengths, by_attention, least)
 
-    to_remove = sum(map(len, tokens.values())) + WINDOW - budget
+    to_remove = sum(lengths[chunk] for chunk in kept) + WINDOW - budget
     inverse = {chunk: 1 / attention[chunk].mean for chunk in kept}
     quota = {chunk: to_remove * inverse[chunk] / sum(inverse.values()) for chunk in kept}
-    total_removed = 0
+    selected: list[int] = []
     unused = 0.0
     for rank in range(len(kept) - 1, -1, -1):
         chunk = kept[rank]
         quota[chunk] += unused
         start, end = chunks[chunk]
         sentences, owners = split_sentences(texts[start:end])
+        owner_of = dict(zip(range(start, end), owners, strict=True))
         scores = sentence_scores(sentences, attention[chunk])
-        removed = 0
-        while removed < quota[chunk] and total_removed < to_remove and tokens[chunk]:
-            remaining = {owners[token - start] for token in tokens[chunk]}
-            worst = min(remaining, key=lambda sentence: (scores[sentence], sentence))
-            of_worst = [token for token in tokens[chunk] if owners[token - start] == worst]
-            tokens[chunk] = [token for token in tokens[chunk] if token not in of_worst]
-            removed += len(of_worst)
-            total_removed += len(of_worst)
+        tokens = without_worst_sentences(owner_of, scores, quota[chunk], to_remove)
+        selected += tokens
+        removed = lengths[chunk] - len(tokens)
+        to_remove -= removed
         unused = max(quota[chunk] - removed, 0)
         excess = max(removed - quota[chunk], 0)
         for better in kept[:rank]:
             forgiven = min(excess, quota[better])
             quota[better] -= forgiven
             excess -= forgiven
-
-    selected = []
-    for chunk_tokens in tokens.values():
-        selected += chunk_tokens
     return [*sorted(selected), *range(before, len(texts))]
 
 

@@ -24,6 +24,7 @@ from tests.tiny import prompt_ids, tiny_model
 WIDTH = 16
 GROUP = 3
 """Query heads of a KV head."""
+SCALING = 0.25
 RESIDUAL = 16
 QUANTIZER = Quantizer(2, 8)
 SMALL = Kivi(2, 8, RESIDUAL)
@@ -36,6 +37,14 @@ def random_tensor(*shape, dtype=torch.float32, seed=0):
 def random_states(length, seed=0, heads=2):
     """Keys, values or queries [2, heads, length, WIDTH]."""
     return random_tensor(2, heads, length, WIDTH, seed=seed)
+
+
+def dense_attention(queries, keys, values):
+    """Queries [B, H, q, d] that see all keys and values [B, K, S, d] -> [B, q, H, d]."""
+    keys = keys.repeat_interleave(GROUP, dim=1)
+    values = values.repeat_interleave(GROUP, dim=1)
+    weights = (SCALING * queries @ keys.transpose(-1, -2)).softmax(dim=-1)
+    return (weights @ values).transpose(1, 2)
 
 
 def packed_entries_of(state) -> list[Any]:
@@ -68,14 +77,15 @@ def test_attention_equals_dense_attention_over_what_is_unpacked():
     queries = random_states(90, seed=2, heads=2 * GROUP)
     layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
     new_keys, new_values = layer.update(keys[:, :, 50:], values[:, :, 50:])
-    output = layer.attend(queries[:, :, 50:], new_keys, new_values, Softmax(0.25))
+    output = layer.attend(queries[:, :, 50:], new_keys, new_values, Softmax(SCALING))
     for token in range(50, 90):
-        old_keys, old_values, _ = dequantised(QUANTIZER, RESIDUAL, keys[:, :, :token], values[:, :, :token])
-        read_keys = torch.cat([old_keys, keys[:, :, token : token + 1]], dim=2).repeat_interleave(GROUP, dim=1)
-        read_values = torch.cat([old_values, values[:, :, token : token + 1]], dim=2).repeat_interleave(GROUP, dim=1)
-        query = queries[:, :, token : token + 1]
-        weights = (0.25 * query @ read_keys.transpose(-1, -2)).softmax(dim=-1)
-        assert_close(output[:, token - 50], (weights @ read_values)[:, :, 0])
+        before = slice(0, token)
+        newest = slice(token, token + 1)
+        old_keys, old_values, _ = dequantised(QUANTIZER, RESIDUAL, keys[:, :, before], values[:, :, before])
+        read_keys = torch.cat([old_keys, keys[:, :, newest]], dim=2)
+        read_values = torch.cat([old_values, values[:, :, newest]], dim=2)
+        expected = dense_attention(queries[:, :, newest], read_keys, read_values)
+        assert_close(output[:, token - 50], expected[:, 0])
 
 
 def test_prefill_packs_layer_by_layer_to_the_same_state():
@@ -142,11 +152,9 @@ def test_dot_products_beyond_float16(dtype):
     values = random_states(40, seed=1).to(dtype)
     queries = (300 * random_states(1, seed=2, heads=2 * GROUP)).to(dtype)
     packed = PackedEntries.pack(QUANTIZER, RESIDUAL, keys, values)
-    output = attend_packed(queries, packed, Softmax(0.25))[0]
-    wide_keys = packed.keys().float().repeat_interleave(GROUP, dim=1)
-    wide_values = packed.values().float().repeat_interleave(GROUP, dim=1)
-    weights = (0.25 * queries.float() @ wide_keys.transpose(-1, -2)).softmax(dim=-1)
-    assert_close(output.float(), (weights @ wide_values).transpose(1, 2), dtype)
+    output = attend_packed(queries, packed, Softmax(SCALING))[0]
+    expected = dense_attention(queries.float(), packed.keys().float(), packed.values().float())
+    assert_close(output.float(), expected, dtype)
 
 
 @pytest.mark.parametrize("inner", [SnapKV(32, window=4), PyramidKV(32, window=4)], ids=["snapkv", "pyramidkv"])
