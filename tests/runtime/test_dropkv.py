@@ -11,7 +11,13 @@ from tests.refused import refused
 from tests.runtime.test_training_free import dot, layers_of, softmax
 from tests.tiny import prompt_ids, tiny_model
 
-LENGTH, WINDOW, BUDGET = 36, 4, 12
+LENGTH = 36
+WINDOW = 4
+BUDGET = 12
+
+
+def attention_output(logits: list[float], values: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(softmax(logits)).double() @ values
 
 
 def slow_scores(head: int, query: Any, key: Any, value: Any) -> list[float]:
@@ -19,14 +25,14 @@ def slow_scores(head: int, query: Any, key: Any, value: Any) -> list[float]:
     scores = [0.0] * LENGTH
     for query_head in (2 * head, 2 * head + 1):
         for row in range(LENGTH - WINDOW, LENGTH):
-            logits = [dot(query[query_head][row], key[head][entry]) / 8**0.5 for entry in range(row + 1)]
-            weights = softmax(logits)
-            whole = torch.tensor(weights).double() @ value[head][: row + 1]
-            for entry in range(row + 1):
-                others = [other for other in range(row + 1) if other != entry]
-                rest = softmax([logits[other] for other in others])
-                without = torch.tensor(rest).double() @ value[head][others]
-                scores[entry] += float((without - whole).square().sum()) / 2
+            visible = range(row + 1)
+            logits = [dot(query[query_head][row], key[head][entry]) / 8**0.5 for entry in visible]
+            full_output = attention_output(logits, value[head][: row + 1])
+            for dropped in visible:
+                remaining = [entry for entry in visible if entry != dropped]
+                remaining_logits = [logits[entry] for entry in remaining]
+                output = attention_output(remaining_logits, value[head][remaining])
+                scores[dropped] += float((output - full_output).square().sum()) / 2
     return scores
 
 
@@ -41,24 +47,25 @@ def test_scores_are_the_change_of_the_outputs_without_an_entry() -> None:
         scores = method.bound_observer(model, state, method.reduce)[layer][0]
         torch.testing.assert_close(scores, expected, rtol=2e-3, atol=1e-5)  # epsilon, where one entry has all attention
         before_window = expected[:, : LENGTH - WINDOW]
-        smooth = torch.nn.functional.avg_pool1d(before_window[None], 7, stride=1, padding=3)[0]
+        smoothed = torch.nn.functional.avg_pool1d(before_window[None], 7, stride=1, padding=3)[0]
+        window = range(LENGTH - WINDOW, LENGTH)
         for head in range(2):
-            best = smooth[head].topk(BUDGET - WINDOW).indices.tolist()
-            window = range(LENGTH - WINDOW, LENGTH)
-            assert {*kept[layer][0, head].nonzero()[:, 0].tolist()} == {*best, *window}
+            best = smoothed[head].topk(BUDGET - WINDOW).indices.tolist()
+            kept_positions = kept[layer][0, head].nonzero()[:, 0].tolist()
+            assert {*kept_positions} == {*best, *window}
 
 
 def test_batches_and_chunks_keep_the_same() -> None:
     model = tiny_model()
     ids, mask = prompt_ids(LENGTH, 29)
     method = DropKV(BUDGET, window=WINDOW)
-    whole = method.compress_state(model, prefill(model, ids, mask, needs=method.needs()))
+    batch = method.compress_state(model, prefill(model, ids, mask, needs=method.needs()))
     for state in (method.start(model, ids, mask), method.start(model, ids, mask, chunk=11)):
-        for one, other in zip(whole.entries(), state.entries(), strict=True):
-            assert_close(one.keys, other.keys)
+        for layer, batch_layer in zip(state.entries(), batch.entries(), strict=True):
+            assert_close(layer.keys, batch_layer.keys)
     alone = method.start(model, ids[1:, LENGTH - 29 :])
-    for one, other in zip(alone.entries(), whole.entries(), strict=True):
-        assert_close(one.keys, other.keys[1:])
+    for layer, batch_layer in zip(alone.entries(), batch.entries(), strict=True):
+        assert_close(layer.keys, batch_layer.keys[1:])
 
 
 def test_a_window_is_needed_and_fits_the_budget() -> None:

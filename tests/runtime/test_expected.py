@@ -81,17 +81,9 @@ def expected_scores(model, ids, epsilon=0.0):
         layer_scores = []
         for head in range(2):
             attention = [0.0] * length
+            keys = [rotation(model, entry) @ key[head, entry] for entry in range(SINKS, length)]
             for query_head in range(head * GROUP, head * GROUP + GROUP):
-                observed = query[query_head, SINKS:]
-                mean = observed.mean(dim=0)
-                covariance = torch.stack([torch.outer(row - mean, row - mean) for row in observed]).mean(dim=0)
-                mean = mean_rotation @ mean
-                covariance = mean_rotation @ covariance @ mean_rotation.T
-                powers = []
-                for entry in range(SINKS, length):
-                    turned = rotation(model, entry) @ key[head, entry]
-                    logit = float(mean @ turned) / math.sqrt(WIDTH)
-                    powers.append(math.exp(logit + float(turned @ covariance @ turned) / WIDTH / 2))
+                powers = expected_powers(query[query_head, SINKS:], keys, mean_rotation)
                 for entry, power in enumerate(powers, start=SINKS):
                     attention[entry] += power / sum(powers) / GROUP
             norms = value[head].norm(dim=-1).tolist()
@@ -100,6 +92,20 @@ def expected_scores(model, ids, epsilon=0.0):
             layer_scores.append(head_scores)
         scores.append(layer_scores)
     return scores
+
+
+def expected_powers(queries, keys, mean_rotation):
+    """For each key the expected exp(logit) of queries that are normally distributed as these before RoPE, [n, d]."""
+    mean = queries.mean(dim=0)
+    covariance = torch.stack([torch.outer(row - mean, row - mean) for row in queries]).mean(dim=0)
+    mean = mean_rotation @ mean
+    covariance = mean_rotation @ covariance @ mean_rotation.T
+    powers = []
+    for key in keys:
+        logit = float(mean @ key) / math.sqrt(WIDTH)
+        variance = float(key @ covariance @ key) / WIDTH
+        powers.append(math.exp(logit + variance / 2))
+    return powers
 
 
 def trigonometric_scores(model, ids):

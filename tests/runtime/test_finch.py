@@ -14,22 +14,25 @@ from tests.close import assert_close
 from tests.refused import refused
 from tests.tiny import prompt_ids, tiny_model
 
-LENGTH, WINDOW = 47, 6
+LENGTH = 47
+WINDOW = 6
 
 
 def slow_scores(queries: Any, keys: Any) -> list[float]:
     """The scores of a head's entries before the question: keys [n, d], queries [G, w, d] of its query heads."""
     length, width = keys.shape
-    window = queries.shape[1]
-    scores = [0.0] * (length - window)
-    total = sum(range(length - window, length))
-    for group in queries:
-        for index, query in enumerate(group):
-            position = length - window + index
-            logits = [float(query.double() @ keys[entry].double()) / math.sqrt(width) for entry in range(position + 1)]
+    group, window, _ = queries.shape
+    before_window = length - window
+    scores = [0.0] * before_window
+    total = sum(range(before_window, length))
+    for head_queries in queries.double():
+        for position, query in enumerate(head_queries, start=before_window):
+            visible_keys = keys[: position + 1].double()
+            logits = [float(query @ key) / math.sqrt(width) for key in visible_keys]
             weights = [math.exp(logit - max(logits)) for logit in logits]
-            for entry in range(length - window):
-                scores[entry] += position * weights[entry] / sum(weights) / total / len(queries)
+            for entry in range(before_window):
+                share = weights[entry] / sum(weights)
+                scores[entry] += position * share / total / group
     return scores
 
 
@@ -38,17 +41,19 @@ def test_queries_count_by_the_entries_before_them() -> None:
     ids, mask = prompt_ids(LENGTH, 38)
     method = Finch(20, window=WINDOW)
     state = prefill(model, ids, mask, needs=method.needs())
-    for layer, scores in zip(state.layers, CountedWindow(WINDOW)(model, state, Reduce()), strict=True):
+    scores_by_layer = CountedWindow(WINDOW)(model, state, Reduce())
+    for layer, scores in zip(state.layers, scores_by_layer, strict=True):
         assert layer.recorded is not None and layer.recorded.queries is not None
         for row, length in enumerate((LENGTH, 38)):
             for head in range(2):
                 queries = layer.recorded.queries[row, head * 2 : head * 2 + 2, -WINDOW:]
                 expected = slow_scores(queries, layer.keys[row, head, -length:])
-                assert_close(scores[row, head, LENGTH - length : LENGTH - WINDOW], torch.tensor(expected))
+                head_scores = scores[row, head, LENGTH - length : LENGTH - WINDOW]
+                assert_close(head_scores, torch.tensor(expected))
 
 
 def slow_parts(scores: list[float], budget: int, chunk: int) -> set[int]:
-    """The best entries of each part; parts that were rounded down most get what is left, the first ones first."""
+    """The best entries of each part; parts that were rounded down most get what remains, the first ones first."""
     parts = [[*range(start, min(start + chunk, len(scores)))] for start in range(0, len(scores), chunk)]
     shares = [budget * len(part) / len(scores) for part in parts]
     counts = [int(share) for share in shares]
@@ -81,23 +86,27 @@ def test_heads_keep_the_question_and_the_best_of_each_part_renumbered(chunk: int
     state = prefill(model, ids, mask, needs=method.needs())
     importance = method.importance(model, state)
     selected = method.select(state, importance)
-    for layer_importance, mask_of_layer in zip(importance, selected, strict=True):
+    sinks = 2
+    for layer_importance, layer_mask in zip(importance, selected, strict=True):
         for row, length in enumerate((LENGTH, 38)):
-            first = LENGTH - length
+            padding = LENGTH - length
+            first_free = padding + sinks
             for head in range(2):
-                scores = layer_importance[row, head, first + 2 : LENGTH - WINDOW].tolist()
-                best = slow_parts(scores, 20 - WINDOW - 2, chunk or len(scores))
-                expected = {first, first + 1, *range(LENGTH - WINDOW, LENGTH)} | {first + 2 + entry for entry in best}
-                assert {*mask_of_layer[row, head].nonzero()[:, 0].tolist()} == expected
-    after = method.start(model, ids, mask)
-    assert (after.lengths + after.rope_offset).tolist() == [20, 20]
-    unmoved = Finch(20, window=WINDOW, sinks=2, chunk=chunk, rerotate=False).start(model, ids, mask)
-    assert not unmoved.rope_offset
-    for one, other in zip(after.layers, unmoved.layers, strict=True):
-        assert torch.equal(one.values, other.values)
+                scores = layer_importance[row, head, first_free : LENGTH - WINDOW].tolist()
+                best = slow_parts(scores, 20 - WINDOW - sinks, chunk or len(scores))
+                expected = {*range(padding, first_free), *range(LENGTH - WINDOW, LENGTH)}
+                expected |= {first_free + entry for entry in best}
+                kept = layer_mask[row, head].nonzero()[:, 0].tolist()
+                assert {*kept} == expected
+    renumbered = method.start(model, ids, mask)
+    assert (renumbered.lengths + renumbered.rope_offset).tolist() == [20, 20]
+    not_renumbered = Finch(20, window=WINDOW, sinks=2, chunk=chunk, rerotate=False).start(model, ids, mask)
+    assert not not_renumbered.rope_offset
+    for layer, other_layer in zip(renumbered.layers, not_renumbered.layers, strict=True):
+        assert torch.equal(layer.values, other_layer.values)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_options_that_do_not_fit_are_refused() -> None:
     with refused("chunk", "range"):
         Finch(20, window=WINDOW, chunk=-1)
     with refused("during_prefill", "conflict"):

@@ -1,4 +1,4 @@
-"""Layers that keep more than entries, none, or those of another layer."""
+"""Layers with recurrent states, without entries, or with the entries of another layer."""
 
 from typing import Any
 
@@ -40,27 +40,34 @@ def recurrent_tensors(state: Any) -> dict[str, Tensor]:
     return copies
 
 
+def assert_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def answer(model: Any, state: Any) -> list[int]:
+    """Six greedy tokens after a state, which stays as it is."""
     ids: Tensor = greedy_draft(model, state.copy(), 6).ids
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize("family", [family for family in RECURRENT if (family, "lookaheadkv") not in REFUSED])
+WITH_SOFT_TOKENS = [family for family in RECURRENT if (family, "lookaheadkv") not in REFUSED]
+
+
+@pytest.mark.parametrize("family", WITH_SOFT_TOKENS)
 def test_soft_tokens_and_answers_move_no_recurrent_state_of_the_prompt(family: str) -> None:
     model = family_model(family)
     method = LookaheadKV(16, **adapter_fields(random_on(model).adapter()))
-    whole = prefill(model, PROMPT, needs=method.needs())
-    before = recurrent_tensors(whole)
-    evicted = method.compress_state(model, whole)
-    after_eviction = recurrent_tensors(evicted)
-    assert before.keys() == after_eviction.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after_eviction[name]), name
+    full_state = prefill(model, PROMPT, needs=method.needs())
+    after_prompt = recurrent_tensors(full_state)
+    evicted = method.compress_state(model, full_state)
+    assert_same_tensors(recurrent_tensors(evicted), after_prompt)
     answered, _ = read(model, evicted.copy(), PROMPT[:, :3])
-    moved = recurrent_tensors(answered)
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in moved.items())
-    for name, tensor in (recurrent_tensors(whole) | recurrent_tensors(evicted)).items():
-        assert torch.equal(tensor, before[name]), name
+    after_answer = recurrent_tensors(answered)
+    assert any(not torch.equal(tensor, after_prompt[name]) for name, tensor in after_answer.items())
+    assert_same_tensors(recurrent_tensors(full_state), after_prompt)
+    assert_same_tensors(recurrent_tensors(evicted), after_prompt)
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, SHARED])
@@ -77,8 +84,11 @@ def test_lora_is_on_no_linear_module_of_a_recurrent_mixer(family: str) -> None:
     model = family_model(family)
     mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
     targets = lora_targets(model)
-    assert mixers and targets
-    assert not [name for name in targets for mixer in mixers if name.startswith(f"{mixer}.")]
+    assert mixers
+    assert targets
+    prefixes = tuple(f"{mixer}." for mixer in mixers)
+    for name in targets:
+        assert not name.startswith(prefixes)
 
 
 def test_layers_that_share_entries_name_their_owner() -> None:
@@ -106,13 +116,15 @@ def test_states_of_layers_that_share_entries_join() -> None:
     batch = join(states)
     _, together = read(model, batch.copy(), PROMPT[:, :1].expand(2, -1))
     assert_close(together, torch.cat(alone))
-    assert_close(read(model, take_rows(batch, [1]), PROMPT[:, :1])[1], alone[1])
+    second_row = take_rows(batch, [1])
+    assert_close(read(model, second_row, PROMPT[:, :1])[1], alone[1])
 
 
-def test_what_reads_shared_entries_in_its_own_way_is_refused_in_one_line() -> None:
+def test_uses_that_shared_entries_rule_out_are_refused_in_one_line() -> None:
     model = family_model(SHARED)
+    kivi = make_method("kivi", 16, DRAFT, **OPTIONS["kivi"])
     with refused("model", "model"):
-        make_method("kivi", 16, DRAFT, **OPTIONS["kivi"]).start(model, PROMPT)
+        kivi.start(model, PROMPT)
     with refused("draft.layers", "model"):
         keep_layers(model, [0, 1])
     with refused("draft.layers", "model"):

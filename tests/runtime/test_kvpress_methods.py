@@ -19,40 +19,48 @@ from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.tiny import prompt_ids, tiny_model
 
-LENGTHS = 43, 30
-LAG, SINKS = 8, 4
+LENGTHS = [43, 30]
+LAG = 8
+SINKS = 4
 REDUCE = Reduce()
 
 
 def slow_lag_scores(keys: Tensor, values: Tensor) -> list[float]:
     """The scores of one head's entries, keys and values [n, d]."""
-    length, dimensions = keys.shape
+    length = len(keys)
     partitions = (length - SINKS) // LAG
     scores = [1 + position / length for position in range(length)]
     if partitions < 2:
         return scores
     for partition in range(partitions - 1):
         first = SINKS + partition * LAG
-        unlike = [0.0] * LAG
-        for states in (keys, values):
-            deviations = []
-            for position in range(first, first + LAG):
-                scaled = []
-                for channel in range(dimensions):
-                    following = [float(states[later, channel]) for later in range(first + LAG, first + 2 * LAG)]
-                    low, high = min(following), max(following)
-                    scaled.append((float(states[position, channel]) - low) / (high - low))
-                mean = sum(scaled) / dimensions
-                deviations.append(math.sqrt(sum((number - mean) ** 2 for number in scaled) / (dimensions - 1)))
-            total = sum(math.exp(deviation) for deviation in deviations)
-            unlike = [sofar + math.exp(deviation) / total for sofar, deviation in zip(unlike, deviations, strict=True)]
-        for place, number in enumerate(unlike):
-            scores[first + place] = sum(other < number for other in unlike) / LAG
+        key_deviation = slow_deviation(keys[first : first + LAG], keys[first + LAG : first + 2 * LAG])
+        value_deviation = slow_deviation(values[first : first + LAG], values[first + LAG : first + 2 * LAG])
+        deviations = [of_key + of_value for of_key, of_value in zip(key_deviation, value_deviation, strict=True)]
+        for position, deviation in enumerate(deviations, start=first):
+            lower = sum(other < deviation for other in deviations)
+            scores[position] = lower / LAG
     return scores
 
 
+def slow_deviation(states: Tensor, following: Tensor) -> list[float]:
+    """Softmax over a partition's entries of the deviation of their channels, scaled by the partition that follows."""
+    deviations = []
+    for state in states.tolist():
+        scaled = []
+        for value, channel in zip(state, following.T.tolist(), strict=True):
+            lowest = min(channel)
+            scaled.append((value - lowest) / (max(channel) - lowest))
+        mean = sum(scaled) / len(scaled)
+        variance = sum((value - mean) ** 2 for value in scaled) / (len(scaled) - 1)
+        deviations.append(math.sqrt(variance))
+    total = sum(math.exp(deviation) for deviation in deviations)
+    return [math.exp(deviation) / total for deviation in deviations]
+
+
 def test_lag_scores_are_those_of_the_definition() -> None:
-    model, (ids, mask) = tiny_model(), prompt_ids(*LENGTHS)
+    model = tiny_model()
+    ids, mask = prompt_ids(*LENGTHS)
     state = prefill(model, ids, mask)
     scores = LagRelative(LAG, SINKS)(model, state, REDUCE)
     for layer_scores, (keys, values, _) in zip(scores, state.entries(), strict=True):
@@ -63,16 +71,19 @@ def test_lag_scores_are_those_of_the_definition() -> None:
 
 
 def test_lagkv_keeps_sinks_the_end_and_the_same_share_of_each_partition() -> None:
-    model, (ids, mask) = tiny_model(), prompt_ids(SINKS + 5 * LAG)
-    state = LagKV(SINKS + LAG + 4 * 3, observer=LagRelative(LAG)).start(model, ids, mask)
-    assert state.counts().unique().tolist() == [SINKS + LAG + 12]
-    whole = prefill(model, ids, mask)
-    for layer, kept in zip(whole.entries(), state.entries(), strict=True):
-        for head in range(layer.keys.shape[1]):
-            stays = [bool((kept.keys[0, head] == key).all(dim=-1).any()) for key in layer.keys[0, head]]
-            assert all(stays[:SINKS]) and all(stays[-LAG:])
-            shares = [sum(stays[SINKS + part * LAG : SINKS + (part + 1) * LAG]) for part in range(4)]
-            assert shares == [3, 3, 3, 3]
+    model = tiny_model()
+    ids, mask = prompt_ids(SINKS + 5 * LAG)
+    budget = SINKS + LAG + 4 * 3
+    state = LagKV(budget, observer=LagRelative(LAG)).start(model, ids, mask)
+    assert state.counts().unique().tolist() == [budget]
+    full_state = prefill(model, ids, mask)
+    for full_layer, layer in zip(full_state.entries(), state.entries(), strict=True):
+        for full_keys, keys in zip(full_layer.keys[0], layer.keys[0], strict=True):
+            kept = (full_keys[:, None] == keys).all(dim=-1).any(dim=-1)
+            assert kept[:SINKS].all()
+            assert kept[-LAG:].all()
+            partitions = kept[SINKS:-LAG].view(4, LAG)
+            assert partitions.sum(dim=1).tolist() == [3, 3, 3, 3]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +97,8 @@ def filters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_q_filters_score_keys_by_their_projection(filters: Path) -> None:
-    model, (ids, mask) = tiny_model(), prompt_ids(*LENGTHS)
+    model = tiny_model()
+    ids, mask = prompt_ids(*LENGTHS)
     method: Any = make_method("qfilters", 12, Resources(scorer=filters))
     assert method.observer.digest == FilteredKeys(QueryDirections.from_pretrained(filters)).digest
     state = prefill(model, ids, mask)
@@ -95,9 +107,10 @@ def test_q_filters_score_keys_by_their_projection(filters: Path) -> None:
         for row, length in enumerate(LENGTHS):
             for head in range(keys.shape[1]):
                 direction = method.observer.filters.directions[index, head]
-                for place in (-length, -length // 2, -1):
-                    product = sum(float(a) * float(b) for a, b in zip(keys[row, head, place], direction, strict=True))
-                    assert_close(layer_scores[row, head, place], torch.tensor(-product))
+                for position in (-length, -length // 2, -1):
+                    key = keys[row, head, position].tolist()
+                    product = sum(a * b for a, b in zip(key, direction.tolist(), strict=True))
+                    assert_close(layer_scores[row, head, position], torch.tensor(-product))
     kept = method.start(model, ids, mask)
     assert kept.counts().unique().tolist() == [12]
 
