@@ -83,7 +83,9 @@ def ends_of(answers: Tensor, *steps: int) -> list[int]:
     return ends
 
 
-def both(model: Any, state: State, ends: list[int] | None, tokens: int = TOKENS, **options: Any) -> list[Decoded]:
+def decode_both_ways(
+    model: Any, state: State, ends: list[int] | None, tokens: int = TOKENS, **options: Any
+) -> list[Decoded]:
     """The answer of `decode`'s own loop, and that of static steps."""
     answers = []
     for static in (False, True):
@@ -93,15 +95,15 @@ def both(model: Any, state: State, ends: list[int] | None, tokens: int = TOKENS,
     return answers
 
 
-def assert_same(expected: Decoded, found: Decoded) -> None:
-    assert torch.equal(found.ids, expected.ids)
-    assert torch.equal(found.state.tokens, expected.state.tokens)
-    assert torch.equal(found.state.lengths, expected.state.lengths)
-    assert torch.equal(found.state.counts(), expected.state.counts())
-    assert_close(found.state.logits, expected.state.logits)
-    for layer, other in zip(found.state.entries(), expected.state.entries(), strict=True):
-        assert_close(layer.keys, other.keys)
-        assert_close(layer.values, other.values)
+def assert_same(expected: Decoded, static: Decoded) -> None:
+    assert torch.equal(static.ids, expected.ids)
+    assert torch.equal(static.state.tokens, expected.state.tokens)
+    assert torch.equal(static.state.lengths, expected.state.lengths)
+    assert torch.equal(static.state.counts(), expected.state.counts())
+    assert_close(static.state.logits, expected.state.logits)
+    for layer, expected_layer in zip(static.state.entries(), expected.state.entries(), strict=True):
+        assert_close(layer.keys, expected_layer.keys)
+        assert_close(layer.values, expected_layer.values)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +120,7 @@ def test_every_method_answers_alike_or_says_why_not(name: str, folder: Path) -> 
         assert reason == "entries are read in a form of their own"
         return
     answer = decode(model, state.copy(), stop_after(TOKENS, None), pad_token=0).ids
-    assert_same(*both(model, state, ends_of(answer, 18)))
+    assert_same(*decode_both_ways(model, state, ends_of(answer, 18)))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
@@ -131,12 +133,12 @@ def test_every_family_answers_alike_or_says_why_not(family: str) -> None:
     has_plain_layers = set(layer_kinds(model.config)) == {FULL} and not has_latents(model)
     assert (reason is None) == has_plain_layers
     if reason is None:
-        assert_same(*both(model, state, None, 4))
+        assert_same(*decode_both_ways(model, state, None, 4))
 
 
 def test_methods_of_all_kinds_of_layers_are_among_them() -> None:
-    layers = {name: [type(layer) for layer in batch_state(name).layers] for name in PADDED}
-    assert layers["ragged"] == [RaggedLayer] * 3 and RaggedLayer not in layers["uniform"]
+    assert [type(layer) for layer in batch_state("ragged").layers] == [RaggedLayer] * 3
+    assert RaggedLayer not in [type(layer) for layer in batch_state("uniform").layers]
     assert sum(issubclass(METHODS[name], Evict) for name in NAMES) > 20
 
 
@@ -145,33 +147,36 @@ def test_methods_of_all_kinds_of_layers_are_among_them() -> None:
 def test_rows_that_end_at_different_steps(model: Any, name: str, steps: tuple[int, int]) -> None:
     state = batch_state(name)
     answers = decode(model, state.copy(), stop_after(TOKENS, None), pad_token=0).ids
-    expected, found = both(model, state, ends_of(answers, *steps))
-    assert_same(expected, found)
-    assert found.ids.shape[1] <= TOKENS
+    expected, static = decode_both_ways(model, state, ends_of(answers, *steps))
+    assert_same(expected, static)
+    assert static.ids.shape[1] <= TOKENS
 
 
 @pytest.mark.parametrize("tokens", [1, 2, CHECK_INTERVAL, CHECK_INTERVAL + 1])
 def test_answers_of_every_length(model: Any, tokens: int) -> None:
-    assert_same(*both(model, batch_state("ragged"), None, tokens))
+    assert_same(*decode_both_ways(model, batch_state("ragged"), None, tokens))
 
 
 def test_the_state_after_an_answer_reads_on(model: Any) -> None:
-    expected, found = both(model, batch_state("ragged"), None)
-    further = prompt_ids(5, 5, seed=4)[0]
-    assert_close(read(model, found.state, further)[1], read(model, expected.state, further)[1])
+    expected, static = decode_both_ways(model, batch_state("ragged"), None)
+    turn = prompt_ids(5, 5, seed=4)[0]
+    assert_close(read(model, static.state, turn)[1], read(model, expected.state, turn)[1])
 
 
 @pytest.mark.parametrize("name", PADDED)
 def test_sampled_answers_have_the_draws_of_the_seed(model: Any, name: str) -> None:
     state = batch_state(name)
-    expected, found = both(model, state, None, logits_processor=WARPERS, do_sample=True)
-    assert_same(expected, found)
-    assert not torch.equal(found.ids, both(model, state, None)[0].ids)
+    expected, static = decode_both_ways(model, state, None, logits_processor=WARPERS, do_sample=True)
+    assert_same(expected, static)
+    greedy, _ = decode_both_ways(model, state, None)
+    assert not torch.equal(static.ids, greedy.ids)
 
 
-class Streamed(BaseStreamer):
+class RecordingStreamer(BaseStreamer):
+    """Keeps what it is given."""
+
     def __init__(self) -> None:
-        self.tokens = list[list[int]]()
+        self.tokens: list[list[int]] = []
         self.has_ended = False
 
     def put(self, value: Tensor) -> None:
@@ -197,36 +202,37 @@ class StopAtThird:
     ],
 )
 def test_other_processors_run_after_the_step(model: Any, options: dict[str, Any]) -> None:
-    expected, found = both(model, batch_state("ragged"), None, **options)
-    assert_same(expected, found)
+    expected, static = decode_both_ways(model, batch_state("ragged"), None, **options)
+    assert_same(expected, static)
 
 
 def test_streamers_and_other_criteria_see_every_token(model: Any) -> None:
-    streamed = []
+    streamers = []
     answers = []
     for static in (False, True):
-        streamer = Streamed()
+        streamer = RecordingStreamer()
         criteria = stop_after(TOKENS, None)
         criteria.append(StopAtThird())
         state = batch_state("ragged").copy()
         answers.append(decode(model, state, criteria, pad_token=0, streamer=streamer, static=static))
-        streamed.append(streamer)
+        streamers.append(streamer)
     assert_same(*answers)
-    assert streamed[0].tokens == streamed[1].tokens == answers[1].ids.T.tolist() and streamed[1].has_ended
+    assert streamers[0].tokens == streamers[1].tokens == answers[1].ids.T.tolist()
+    assert streamers[1].has_ended
 
 
 @pytest.fixture
 def without_graph(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each answer of `generate` was static; all are to be."""
-    used: list[bool] = []
+    """Static steps without a graph for every answer of `generate`; whether each answer could have them."""
+    are_static: list[bool] = []
 
-    def asked(*arguments: Any, **options: Any) -> Any:
+    def static_step_without_graph(*arguments: Any, **options: Any) -> Any:
         options["without_graph"] = True
-        used.append(reason_against(*arguments[:2]) is None)
+        are_static.append(reason_against(*arguments[:2]) is None)
         return static_step.static_step(*arguments, **options)
 
-    monkeypatch.setattr(generating, "static_step", asked)
-    return used
+    monkeypatch.setattr(generating, "static_step", static_step_without_graph)
+    return are_static
 
 
 @pytest.mark.parametrize(
@@ -244,16 +250,16 @@ def test_generate_answers_alike(
 ) -> None:
     tokenizer = base_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
-    asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [5, 6]} | options
+    all_options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [5, 6]} | options
     if "stop_strings" in options:
-        asked["tokenizer"] = tokenizer
+        all_options["tokenizer"] = tokenizer
     ids, mask = prompt_ids(30, 13)
     torch.manual_seed(0)
-    expected = generate(model, ids, RAGGED, attention_mask=mask, **asked)
-    used = request.getfixturevalue("without_graph")
+    expected = generate(model, ids, RAGGED, attention_mask=mask, **all_options)
+    are_static = request.getfixturevalue("without_graph")
     torch.manual_seed(0)
-    assert torch.equal(generate(model, ids, RAGGED, attention_mask=mask, **asked), expected)
-    assert used == [True]
+    assert torch.equal(generate(model, ids, RAGGED, attention_mask=mask, **all_options), expected)
+    assert are_static == [True]
 
 
 # What a graph needs
@@ -264,9 +270,9 @@ class Trace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = list[Any]()
-        self.new = dict[int, tuple[int, Any]]()
-        self.references = list[StorageWeakRef]()
+        self.calls: list[Any] = []
+        self.new: dict[int, tuple[int, Any]] = {}
+        self.references: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -276,8 +282,8 @@ class Trace(TorchDispatchMode):
         self.calls.append((str(func), [self._described(value) for value in values]))
         before = {self._identity(value) for value in values if isinstance(value, Tensor)}
         result = func(*args, **kwargs)
-        made = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
-        self._add([value for value in made if self._identity(value) not in before])
+        returned = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+        self._add([tensor for tensor in returned if self._identity(tensor) not in before])
         return result
 
     def _add(self, values: list[Any]) -> None:
@@ -307,7 +313,7 @@ CHOICES: dict[str, Choice | None] = {
 }
 
 
-def loaded(state: State, choice: Choice | None, tokens: int = TOKENS) -> StaticStep:
+def loaded_step(state: State, choice: Choice | None, tokens: int = TOKENS) -> StaticStep:
     step = StaticStep(state, capacity_of(state, tokens), choice)
     step.load(state, tokens, end_tokens=[127] if choice else [])
     return step
@@ -317,14 +323,15 @@ def loaded(state: State, choice: Choice | None, tokens: int = TOKENS) -> StaticS
 @pytest.mark.parametrize("name", ["ragged", "uniform"])
 @torch.no_grad()
 def test_two_steps_run_the_same_operators_on_the_same_memory(model: Any, name: str, choice: str) -> None:
-    step = loaded(batch_state(name), CHOICES[choice])
+    step = loaded_step(batch_state(name), CHOICES[choice])
     step._step(model)
     traces = []
     for _ in range(2):
         with Trace() as trace:
             step._step(model)
         traces.append(trace)
-    assert traces[0].calls == traces[1].calls and len(traces[0].calls) > 50
+    assert traces[0].calls == traces[1].calls
+    assert len(traces[0].calls) > 50
     for trace in traces:
         trace.new.clear()
         assert all(reference.expired() for reference in trace.references), "a step holds what it has allocated"
@@ -345,15 +352,15 @@ def test_a_growing_cache_does_not_run_the_same_operators_twice(model: Any) -> No
 
 @torch.no_grad()
 def test_one_step_serves_several_requests(model: Any) -> None:
-    first = batch_state("ragged")
-    second = RAGGED.start(model, *prompt_ids(28, 17, seed=5)).unrecorded()
-    assert capacity_of(first, TOKENS) == capacity_of(second, TOKENS - 1)
-    step = loaded(first, Choice((), False, 0))
-    for state, tokens in ((first, TOKENS), (second, TOKENS - 1), (first, 7)):
+    batch = batch_state("ragged")
+    other_batch = RAGGED.start(model, *prompt_ids(28, 17, seed=5)).unrecorded()
+    assert capacity_of(batch, TOKENS) == capacity_of(other_batch, TOKENS - 1)
+    step = loaded_step(batch, Choice((), False, 0))
+    for state, tokens in ((batch, TOKENS), (other_batch, TOKENS - 1), (batch, 7)):
         step.load(state, tokens, pad_token=0)
         answer = step.decode(model)
-        found = Decoded(answer, step.after(state.copy(), answer))
-        assert_same(decode(model, state.copy(), stop_after(tokens, None), pad_token=0), found)
+        static = Decoded(answer, step.after(state.copy(), answer))
+        assert_same(decode(model, state.copy(), stop_after(tokens, None), pad_token=0), static)
 
 
 @pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
@@ -366,8 +373,9 @@ def test_the_kernel_reads_the_pool(name: str, monkeypatch: pytest.MonkeyPatch) -
     state = batch_state(name)
     expected = decode(model, state.copy(), stop_after(5, None), pad_token=0)
     monkeypatch.setattr(ragged_kernel, "usable", lambda query, values: True)
-    step = loaded(state, Choice((), False, 0), 5)
-    assert step.in_kernel and step.capacity.entries < state.counts().numel() * step.capacity.longest
+    step = loaded_step(state, Choice((), False, 0), 5)
+    assert step.in_kernel
+    assert step.capacity.entries < state.counts().numel() * step.capacity.longest
     with torch.no_grad():
         answer = step.decode(model)
     assert torch.equal(answer, expected.ids)
@@ -424,7 +432,8 @@ def test_which_choices_are_in_the_step() -> None:
     assert choice_of(criteria, penalty, False, False) is None
     timed = StoppingCriteriaList([*criteria, MaxTimeCriteria(60.0)])
     assert choice_of(timed, None, False, False) is None
-    assert most_tokens(criteria, 4) == 6 and most_tokens(criteria, 12) == 1
+    assert most_tokens(criteria, 4) == 6
+    assert most_tokens(criteria, 12) == 1
     assert most_tokens(StoppingCriteriaList(), 0) is None
 
 
@@ -439,8 +448,8 @@ class Captures:
     """What answers of `generate` would capture on a GPU; here steps run one operator after another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps = list[StaticStep]()
-        self.logged = list[str]()
+        self.steps: list[StaticStep] = []
+        self.logged: list[str] = []
         self.fault: BaseException | None = None
         self.total = 2**30
 
@@ -455,7 +464,7 @@ class Captures:
         monkeypatch.setattr(static_step, "_graphs_are_on", lambda state: True)
         monkeypatch.setattr(static_step, "reason_against_graph", lambda model, state: None)
 
-    def answered(self, model: Any, ids: Tensor, tokens: int = TOKENS, **options: Any) -> Tensor:
+    def answer(self, model: Any, ids: Tensor, tokens: int = TOKENS, **options: Any) -> Tensor:
         options = {"do_sample": False, "eos_token_id": None} | options
         return generate(model, ids, RAGGED, max_new_tokens=tokens, **options)
 
@@ -467,57 +476,67 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
 
 def test_requests_of_one_shape_share_a_graph(captures: Captures) -> None:
     model = tiny_model()
-    answers = [captures.answered(model, prompt_ids(30, seed=seed)[0]) for seed in (1, 2, 1)]
+    answers = [captures.answer(model, prompt_ids(30, seed=seed)[0]) for seed in (1, 2, 1)]
     assert len(captures.steps) == 1
-    assert torch.equal(answers[0], answers[2]) and not torch.equal(answers[0], answers[1])
-    captures.answered(model, prompt_ids(30, 30)[0])
+    assert torch.equal(answers[0], answers[2])
+    assert not torch.equal(answers[0], answers[1])
+    captures.answer(model, prompt_ids(30, 30)[0])
     assert len(captures.steps) == 2, "of another batch"
-    captures.answered(model, prompt_ids(30)[0], do_sample=True, temperature=0.5)
-    captures.answered(model, prompt_ids(30)[0], do_sample=True, temperature=0.5)
+    captures.answer(model, prompt_ids(30)[0], do_sample=True, temperature=0.5)
+    captures.answer(model, prompt_ids(30)[0], do_sample=True, temperature=0.5)
     assert len(captures.steps) == 3, "of another choice"
-    captures.answered(tiny_model(seed=1), prompt_ids(30)[0])
+    captures.answer(tiny_model(seed=1), prompt_ids(30)[0])
     assert len(captures.steps) == 4, "of another model"
     assert not captures.logged
 
 
 def test_a_graph_of_inference_mode_serves_answers_outside_of_it(captures: Captures) -> None:
-    model, ids = tiny_model(), prompt_ids(30)[0]
+    model = tiny_model()
+    ids = prompt_ids(30)[0]
     with torch.inference_mode():
-        first = captures.answered(model, ids)
-    assert torch.equal(captures.answered(model, ids), first) and len(captures.steps) == 1
+        answer = captures.answer(model, ids)
+    assert torch.equal(captures.answer(model, ids), answer)
+    assert len(captures.steps) == 1
 
 
 def test_a_graph_is_not_used_after_weights_have_moved(captures: Captures) -> None:
-    model, ids = tiny_model(), prompt_ids(30)[0]
-    captures.answered(model, ids)
+    model = tiny_model()
+    ids = prompt_ids(30)[0]
+    captures.answer(model, ids)
     model.lm_head.weight.data = tiny_model(seed=1).lm_head.weight.data.clone()
-    changed = captures.answered(model, ids)
+    changed = captures.answer(model, ids)
     assert len(captures.steps) == 2
-    assert not torch.equal(changed, captures.answered(tiny_model(), ids))
+    assert not torch.equal(changed, captures.answer(tiny_model(), ids))
 
 
 def test_a_short_answer_is_no_reason_to_capture(captures: Captures) -> None:
-    model, ids = tiny_model(), prompt_ids(30)[0]
-    captures.answered(model, ids, tokens=static_step.LEAST_TOKENS - 1)
+    model = tiny_model()
+    ids = prompt_ids(30)[0]
+    captures.answer(model, ids, tokens=static_step.LEAST_TOKENS - 1)
     assert not captures.steps
-    captures.answered(model, ids, tokens=static_step.LEAST_TOKENS)
-    captures.answered(model, ids, tokens=static_step.LEAST_TOKENS - 1)
+    captures.answer(model, ids, tokens=static_step.LEAST_TOKENS)
+    captures.answer(model, ids, tokens=static_step.LEAST_TOKENS - 1)
     assert len(captures.steps) == 1
 
 
 def test_what_cannot_be_captured_is_answered_all_the_same(captures: Captures) -> None:
-    model, ids = tiny_model(), prompt_ids(30)[0]
-    expected = captures.answered(model, ids)
-    other = tiny_model()
+    model = tiny_model()
+    ids = prompt_ids(30)[0]
+    expected = captures.answer(model, ids)
+    other_model = tiny_model()
     captures.fault = RuntimeError("operation not permitted\nwhen stream is capturing")
-    assert torch.equal(captures.answered(other, ids), expected)
+    assert torch.equal(captures.answer(other_model, ids), expected)
     assert "cannot be captured (operation not permitted when stream is capturing)" in captures.logged[0]
     captures.fault = None
-    assert torch.equal(captures.answered(other, ids), expected)
+    assert torch.equal(captures.answer(other_model, ids), expected)
     assert len(captures.steps) == 1, "it was tried again"
     captures.total = 2**12
-    assert torch.equal(captures.answered(tiny_model(), ids), expected)
+    assert torch.equal(captures.answer(tiny_model(), ids), expected)
     assert "more than half of the free memory" in captures.logged[-1]
+
+
+def rows_of_kept_graphs(model: Any) -> list[int]:
+    return [step.capacity.rows for step in static_step._GRAPHS[model].values() if step]
 
 
 def test_graphs_are_kept_within_bounds_and_die_with_their_model(
@@ -526,12 +545,12 @@ def test_graphs_are_kept_within_bounds_and_die_with_their_model(
     monkeypatch.setattr(static_step, "MOST_GRAPHS", 2)
     model = tiny_model()
     for rows in (1, 2, 3, 1):
-        captures.answered(model, prompt_ids(*[30] * rows)[0])
+        captures.answer(model, prompt_ids(*[30] * rows)[0])
     assert [step.capacity.rows for step in captures.steps] == [1, 2, 3, 1]
-    assert [step.capacity.rows for step in static_step._GRAPHS[model].values() if step] == [3, 1]
+    assert rows_of_kept_graphs(model) == [3, 1]
     captures.total = 8 * captures.steps[0].nbytes  # a kept one takes an eighth at most
-    captures.answered(model, prompt_ids(30)[0])
-    assert [step.capacity.rows for step in static_step._GRAPHS[model].values() if step] == [1]
+    captures.answer(model, prompt_ids(30)[0])
+    assert rows_of_kept_graphs(model) == [1]
     reference = weakref.ref(model)
     del model
     gc.collect()
@@ -541,7 +560,8 @@ def test_graphs_are_kept_within_bounds_and_die_with_their_model(
 def test_two_threads_do_not_share_a_step(captures: Captures) -> None:
     model = tiny_model()
     prompts = [prompt_ids(30, seed=seed)[0] for seed in range(4)]
-    expected = [captures.answered(model, ids) for ids in prompts]
+    expected = [captures.answer(model, ids) for ids in prompts]
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(functools.partial(captures.answered, model), prompts))
-    assert all(torch.equal(answer, other) for answer, other in zip(answers, expected, strict=True))
+        answers = list(threads.map(functools.partial(captures.answer, model), prompts))
+    for answer, expected_answer in zip(answers, expected, strict=True):
+        assert torch.equal(answer, expected_answer)
