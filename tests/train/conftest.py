@@ -19,9 +19,9 @@ def blank_plots() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a base model, `target`, and `data` that it answered."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("workspace")
     save_tiny_target(folder / "target")
     write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
     return folder

@@ -31,9 +31,11 @@ def head_settings(**changes: Any) -> DraftHeadSettings:
 
 def head_objective(family: str = "llama", settings: DraftHeadSettings | None = None) -> DraftHeadObjective:
     """A new head on a tiny model; the same one for the same arguments."""
-    model, settings = deep_model(family), settings or head_settings()
+    model = deep_model(family)
+    settings = settings or head_settings()
     torch.manual_seed(0)
-    head = new_draft_head(model, frequent_tokens(samples(), settings.vocabulary, [2], 128))
+    vocabulary = frequent_tokens(samples(), settings.vocabulary, [2], 128)
+    head = new_draft_head(model, vocabulary)
     return objective_of(head, model, settings)
 
 

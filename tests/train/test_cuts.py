@@ -1,9 +1,9 @@
 """Several cuts of the same teacher outputs against as many samples, each with its own."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,13 +21,22 @@ from tests.close import assert_close
 from tests.families import fresh_model
 from tests.models.modules import random_on
 from tests.refused import refused
-from tests.train.runs import at_batch, batch_of, crash, same, samples, settings, sized, tensors
-from tests.train.runs import measured as fidelity_of
-from tests.train.runs import objective as new_objective
+from tests.train.runs import (
+    at_batch,
+    batch_of,
+    crash,
+    measure_fidelity,
+    module_tensors,
+    new_objective,
+    same,
+    samples,
+    samples_of_lengths,
+    settings,
+)
 
 SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
 LENGTHS = {"one": [(50, 9)], "padded": [(50, 3), (44, 14), (61, 8)], "short": [(50, 2)]}
-LEARNED = tuple[Tensor, dict[str, Tensor]]
+LossAndGradients = tuple[Tensor, dict[str, Tensor]]
 
 
 def objective(family: str = "Llama 3", cuts: int = 1, **options: Any) -> ImportanceObjective:
@@ -35,30 +44,41 @@ def objective(family: str = "Llama 3", cuts: int = 1, **options: Any) -> Importa
     return ImportanceObjective(lookahead, far=0.4, cuts=cuts, **options)
 
 
-def divided(row: TrainingSample, cuts: int) -> list[TrainingSample]:
+def samples_at_cuts(sample: TrainingSample, cuts: int) -> list[TrainingSample]:
     """The samples that a sample is at each of its cuts."""
     return [
-        replace(row, prompt_ids=row.prompt_ids + row.answer_ids[:cut], answer_ids=row.answer_ids[cut:])
-        for cut in cut_positions(len(row.answer_ids), cuts)
+        replace(sample, prompt_ids=sample.prompt_ids + sample.answer_ids[:cut], answer_ids=sample.answer_ids[cut:])
+        for cut in cut_positions(len(sample.answer_ids), cuts)
     ]
 
 
-def learned(each: ImportanceObjective, rows: list[TrainingSample], **changes: Any) -> LEARNED:
-    each.zero_grad()
-    loss = each.loss(Batch(**batch_of(rows) | changes))
+def loss_and_gradients(
+    objective: ImportanceObjective, samples: list[TrainingSample], **changes: Any
+) -> LossAndGradients:
+    objective.zero_grad()
+    loss = objective.loss(Batch(**batch_of(samples) | changes))
     loss.backward()
-    return loss.detach(), {name: value.grad for name, value in each.named_parameters() if value.grad is not None}
+    gradients = {name: weight.grad for name, weight in objective.named_parameters() if weight.grad is not None}
+    return loss.detach(), gradients
 
 
-def mean(found: list[LEARNED]) -> LEARNED:
-    losses, gradients = zip(*found, strict=True)
-    means = {name: torch.stack([each[name] for each in gradients]).mean(dim=0) for name in gradients[0]}
-    return torch.stack(losses).mean(), means
+def mean(results: list[LossAndGradients]) -> LossAndGradients:
+    losses = [loss for loss, _ in results]
+    mean_gradients = {}
+    for name in results[0][1]:
+        mean_gradients[name] = torch.stack([gradients[name] for _, gradients in results]).mean(dim=0)
+    return torch.stack(losses).mean(), mean_gradients
 
 
-def apart(each: ImportanceObjective, rows: list[TrainingSample], cuts: int) -> LEARNED:
+def loss_and_gradients_apart(
+    objective: ImportanceObjective, samples: list[TrainingSample], cuts: int
+) -> LossAndGradients:
     """What is learned of the samples at their cuts, each read alone."""
-    return mean([mean([learned(each, [part]) for part in divided(row, cuts)]) for row in rows])
+    results = []
+    for sample in samples:
+        results_at_cuts = [loss_and_gradients(objective, [part]) for part in samples_at_cuts(sample, cuts)]
+        results.append(mean(results_at_cuts))
+    return mean(results)
 
 
 @pytest.mark.parametrize(
@@ -72,53 +92,63 @@ def test_cuts_are_spread_over_the_answer(length: int, cuts: int, expected: list[
 @pytest.mark.parametrize(
     ("family", "lengths", "checkpoints"),
     [
-        *((each, "padded", False) for each in ("DeepSeek-V3", "Phi-3, Phi-4", "Qwen3-MoE")),
-        *(("Llama 3", each, each != "one") for each in LENGTHS),
+        ("DeepSeek-V3", "padded", False),
+        ("Phi-3, Phi-4", "padded", False),
+        ("Qwen3-MoE", "padded", False),
+        ("Llama 3", "one", False),
+        ("Llama 3", "padded", True),
+        ("Llama 3", "short", True),
     ],
 )
 def test_cuts_equal_separate_samples(
     family: str, lengths: str, checkpoints: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = sized(*LENGTHS[lengths])
-    expected, slow = apart(objective(family), rows, 4)
+    samples = samples_of_lengths(*LENGTHS[lengths])
+    expected_loss, expected_gradients = loss_and_gradients_apart(objective(family), samples, 4)
     monkeypatch.setattr(observe, "RECOMPUTED", 1 if checkpoints else 2**40)
-    loss, found = learned(objective(family, 4, checkpoints=checkpoints), rows)
-    assert abs(expected - learned(objective(family), rows)[0]) > 1e-3
-    assert_close(loss, expected)
-    assert len(found) > 1
-    assert_close(found, slow)
+    loss, gradients = loss_and_gradients(objective(family, 4, checkpoints=checkpoints), samples)
+    loss_without_cuts, _ = loss_and_gradients(objective(family), samples)
+    assert abs(expected_loss - loss_without_cuts) > 1e-3
+    assert_close(loss, expected_loss)
+    assert len(gradients) > 1
+    assert_close(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize(("dtype", "off"), [("int8", 0.01), ("bfloat16", 0.005)])
-def test_cuts_of_kept_outputs(dtype: str, off: float) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("int8", 0.01), ("bfloat16", 0.005)])
+def test_cuts_of_kept_outputs(dtype: str, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All uses learn the same, as near to fresh teacher outputs as rounded entries allow."""
-    each, rows = objective(cuts=4), sized(*LENGTHS["padded"])
-    expected, slow = apart(objective(), rows, 4)
-    each.buffer, reads = ReplayBuffer(ReplaySettings(dtype=dtype)), list[Batch]()
-    read: Callable[[Batch], Any] = each.run_teacher
-    each.run_teacher = lambda batch: reads.append(batch) or read(batch)  # type: ignore[method-assign, func-returns-value]
-    uses = [learned(each, rows, turn=turn, last=turn == 2) for turn in range(3)]
-    assert len(reads) == 1
-    assert all(torch.equal(loss, uses[0][0]) and same(found, uses[0][1]) for loss, found in uses)
-    loss, found = uses[0]
-    assert abs(loss / expected - 1) < off
-    for name, gradient in slow.items():
-        assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.995, name
+    replaying = objective(cuts=4)
+    samples = samples_of_lengths(*LENGTHS["padded"])
+    expected_loss, expected_gradients = loss_and_gradients_apart(objective(), samples, 4)
+    replaying.buffer = ReplayBuffer(ReplaySettings(dtype=dtype))
+    run_teacher = Mock(wraps=replaying.run_teacher)
+    monkeypatch.setattr(replaying, "run_teacher", run_teacher)
+    loss, gradients = loss_and_gradients(replaying, samples, turn=0, last=False)
+    for turn in (1, 2):
+        replayed_loss, replayed_gradients = loss_and_gradients(replaying, samples, turn=turn, last=turn == 2)
+        assert torch.equal(replayed_loss, loss)
+        assert same(replayed_gradients, gradients)
+    assert run_teacher.call_count == 1
+    assert abs(loss / expected_loss - 1) < tolerance
+    for name, expected in expected_gradients.items():
+        assert torch.cosine_similarity(gradients[name].flatten(), expected.flatten(), dim=0) > 0.995, name
 
 
 def test_what_is_measured_is_the_prompt_itself() -> None:
-    rows = sized(*LENGTHS["padded"])
-    batch = batch_of(rows)
-    measured = [fidelity_of(objective(cuts=cuts), [batch], budget=6) for cuts in (1, 4)]
-    assert measured[0] == measured[1]
+    batch = batch_of(samples_of_lengths(*LENGTHS["padded"]))
+    with_one_cut = measure_fidelity(objective(cuts=1), [batch], budget=6)
+    with_four_cuts = measure_fidelity(objective(cuts=4), [batch], budget=6)
+    assert with_one_cut == with_four_cuts
 
 
 def test_kept_outputs_hold_no_more_than_their_samples_tokens() -> None:
     """By which their memory is bounded: not the longest prompt beside the longest answer."""
-    batch = Batch(**batch_of(sized((60, 4), (20, 40))))
+    batch = Batch(**batch_of(samples_of_lengths((60, 4), (20, 40))))
     assert Cuts.of_batch(batch, 4).length == max(60 + 3, 20 + 30)
-    each = objective(cuts=4)
-    assert each.run_teacher(batch).layers[0]["keys"].shape[2] == each.kept_tokens(batch) / 2 == 63
+    with_cuts = objective(cuts=4)
+    kept_per_sample = with_cuts.kept_tokens(batch) / 2
+    assert kept_per_sample == 63
+    assert with_cuts.run_teacher(batch).layers[0]["keys"].shape[2] == kept_per_sample
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Llama 4 (text)", "Qwen3-Next"])
@@ -128,10 +158,12 @@ def test_layers_that_forget_are_refused(family: str) -> None:
     objective(family, 1)
 
 
-def trained(work: Path, at: int = 0) -> ModuleTrainer:
-    each = at_batch(ImportanceObjective(new_objective().lookahead, 0.5, False, 3), at, crash)
+def train_with_cuts(work: Path, crash_at: int = 0) -> ModuleTrainer:
+    """A training on replayed teacher outputs, which crashes at its n-th batch if one is given."""
+    lookahead = new_objective().lookahead
+    disturbed = at_batch(ImportanceObjective(lookahead, far=0.5, checkpoints=False, cuts=3), crash_at, crash)
     run = TrainingRun(work, samples(), replay=ReplaySettings(memory="90KB"))
-    trainer = ModuleTrainer(each, settings(replays=3, steps=14, cuts=3), run)
+    trainer = ModuleTrainer(disturbed, settings(replays=3, steps=14, cuts=3), run)
     trainer.fit()
     return trainer
 
@@ -144,9 +176,9 @@ def test_too_few_samples_for_a_batch_that_is_used_again_are_refused(tmp_path: Pa
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """From a checkpoint at step 6, in the middle of the uses of several teacher outputs."""
-    whole = trained(tmp_path / "whole")
+    uninterrupted = train_with_cuts(tmp_path / "uninterrupted")
     with pytest.raises(RuntimeError, match="power failure"):
-        trained(tmp_path / "cut", at=9)
-    resumed = trained(tmp_path / "cut")
-    assert same(tensors(whole.objective), tensors(resumed.objective))
-    assert not same(tensors(whole.objective), tensors(new_objective()))
+        train_with_cuts(tmp_path / "killed", crash_at=9)
+    resumed = train_with_cuts(tmp_path / "killed")
+    assert same(module_tensors(uninterrupted.objective), module_tensors(resumed.objective))
+    assert not same(module_tensors(uninterrupted.objective), module_tensors(new_objective()))

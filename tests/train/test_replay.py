@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,39 +25,44 @@ from tests.refused import refused
 from tests.tiny import tiny_model
 from tests.train import runs
 from tests.train.head_runs import head_objective, head_settings
-from tests.train.runs import objective, same, samples, tensors
+from tests.train.runs import module_tensors, new_objective, same, samples
 
 
 @pytest.mark.parametrize(("memory", "replays"), [(1, 2), (100, 5), (10_000, 2)])
 def test_all_outputs_are_used_so_many_times_within_memory(replays: int, memory: int) -> None:
     sizes = [random.Random(seed).randint(1, 30) for seed in range(20)]
     order = list(replay_order(sizes, replays, memory, random.Random(0)))
-    assert sorted(order) == [(number, turn) for number in range(20) for turn in range(replays)]
-    held = dict[int, int]()
-    for number, turn in order:
-        held[number] = sizes[number]
+    assert sorted(order) == [(output, turn) for output in range(20) for turn in range(replays)]
+    stored = dict[int, int]()
+    for output, turn in order:
+        stored[output] = sizes[output]
         if turn == replays - 1:
-            del held[number]
-        assert sum(held.values()) <= max(memory, 30)
-    for number in range(20):
-        assert [turn for each, turn in order if each == number] == list(range(replays))
+            del stored[output]
+        assert sum(stored.values()) <= max(memory, 30)
+    for output in range(20):
+        turns = [turn for other, turn in order if other == output]
+        assert turns == list(range(replays))
 
 
 def sampler(processes: int = 1, **changes) -> ReplaySampler:
-    return ReplaySampler(SampleDataset(samples(13)).lengths(), 2.0, 150, runs.settings(replays=3, **changes), processes)
+    lengths = SampleDataset(samples(13)).lengths()
+    return ReplaySampler(lengths, 2.0, 150, runs.settings(replays=3, **changes), processes)
 
 
 @pytest.mark.parametrize(("processes", "grouped"), [(1, False), (2, True), (3, False)])
 def test_batches_stay_together_and_belong_to_one_process(processes: int, grouped: bool) -> None:
-    chosen = sampler(processes, group_by_length=grouped)
-    uses = list(chosen)
-    assert len(uses) == len(chosen) == 13 // (2 * processes) * processes * 2 * 3
-    owner: dict[tuple[int, ...], int] = {}
+    replay_sampler = sampler(processes, group_by_length=grouped)
+    uses = list(replay_sampler)
+    batches_of_a_process = 13 // (2 * processes)
+    assert len(uses) == len(replay_sampler) == batches_of_a_process * processes * 2 * 3
+    process_of_batch: dict[tuple[int, ...], int] = {}
     turns = Counter[tuple[int, ...]]()
-    for number in range(0, len(uses), 2):
-        batch = tuple(use.sample_index for use in uses[number : number + 2])
-        assert owner.setdefault(batch, number // 2 % processes) == number // 2 % processes
-        assert {(use.turn, use.last) for use in uses[number : number + 2]} == {(turns[batch], turns[batch] == 2)}
+    for position in range(0, len(uses), 2):
+        batch_uses = uses[position : position + 2]
+        batch = tuple(use.sample_index for use in batch_uses)
+        process = position // 2 % processes
+        assert process_of_batch.setdefault(batch, process) == process
+        assert {(use.turn, use.last) for use in batch_uses} == {(turns[batch], turns[batch] == 2)}
         turns[batch] += 1
     assert set(turns.values()) == {3}
 
@@ -64,70 +70,81 @@ def test_batches_stay_together_and_belong_to_one_process(processes: int, grouped
 def test_processes_read_samples_of_similar_lengths_in_the_same_steps() -> None:
     lengths = random.Random(0).choices(range(100, 5000), k=400)
     settings = runs.settings(replays=3, batch_size=1, group_by_length=True)
-    uses, ratios = list(ReplaySampler(lengths, 2.0, 10**6, settings, processes=2)), list[float]()
-    for one, other in zip(uses[::2], uses[1::2], strict=True):
-        assert (one.turn, one.last) == (other.turn, other.last)
-        ratios.append(lengths[one.sample_index] / lengths[other.sample_index])
+    uses = list(ReplaySampler(lengths, 2.0, 10**6, settings, processes=2))
+    ratios = []
+    for first, second in zip(uses[::2], uses[1::2], strict=True):
+        assert (first.turn, first.last) == (second.turn, second.last)
+        ratios.append(lengths[first.sample_index] / lengths[second.sample_index])
     assert sum(0.8 < ratio < 1.25 for ratio in ratios) > 0.95 * len(ratios)
 
 
-def batch_of(places: list[int], last: bool = True) -> Batch:
+def batch_of(positions: list[int], last: bool = True) -> Batch:
     dataset = SampleDataset(samples())
-    return Batch(**collate([dataset[Use(place, 0, last)] for place in places]))
+    return Batch(**collate([dataset[Use(position, 0, last)] for position in positions]))
 
 
 def test_outputs_are_computed_once_and_dropped_after_their_last_use(tmp_path: Path) -> None:
     """What a killed run has left goes first."""
-    own = tmp_path / "process-0"
-    own.mkdir()
+    folder = tmp_path / "process-0"
+    folder.mkdir()
     for name in ("7.safetensors", ".lock", ".keepsight-replay"):
-        (own / name).write_bytes(b"left by a killed run")
+        (folder / name).write_bytes(b"left by a killed run")
     buffer = ReplayBuffer(ReplaySettings(dir=str(tmp_path))).__enter__()
-    calls = []
-
-    def read() -> TeacherOutputs:
-        calls.append(1)
-        return TeacherOutputs([{"keys": torch.arange(8.0).view(1, 1, 2, 4)}])
-
-    first = buffer.take(batch_of([0], last=False), read)
+    run_teacher = Mock(return_value=TeacherOutputs([{"keys": torch.arange(8.0).view(1, 1, 2, 4)}]))
+    fresh = buffer.take(batch_of([0], last=False), run_teacher)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-    second = buffer.take(batch_of([0]), read)
-    assert torch.equal(first.layers[0]["keys"], second.layers[0]["keys"])
-    assert len(calls) == 1
-    buffer.take(batch_of([0]), read)
-    assert len(calls) == 2
-    assert not list(own.glob("*.safetensors"))
+    replayed = buffer.take(batch_of([0]), run_teacher)
+    assert torch.equal(fresh.layers[0]["keys"], replayed.layers[0]["keys"])
+    assert run_teacher.call_count == 1
+    buffer.take(batch_of([0]), run_teacher)
+    assert run_teacher.call_count == 2
+    assert not list(folder.glob("*.safetensors"))
     buffer.__exit__()
-    assert not own.exists()
+    assert not folder.exists()
 
 
-def trained(work: Path, make=objective, **changes) -> tuple[ModuleTrainer, bool]:
-    replay = ReplaySettings(memory="60KB", dir=changes.pop("dir", None))
-    trainer = ModuleTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
-    return trainer, trainer.fit()
+def train_with_replays(
+    work: Path, objective: ReplayedObjective | None = None, folder: Path | None = None, **changes
+) -> ModuleTrainer:
+    """A training that uses each teacher output three times; in files if a folder is given."""
+    replay = ReplaySettings(memory="60KB", dir=str(folder) if folder else None)
+    run = TrainingRun(work, samples(), replay=replay)
+    trainer = ModuleTrainer(objective or new_objective(), runs.settings(replays=3, **changes), run)
+    trainer.fit()
+    return trainer
 
 
 def test_files_hold_what_memory_would_and_are_gone_in_the_end(tmp_path: Path) -> None:
-    in_memory, _ = trained(tmp_path / "memory")
-    on_disk, _ = trained(tmp_path / "disk", dir=str(tmp_path / "readings"))
-    assert same(tensors(in_memory.objective), tensors(on_disk.objective))
-    assert not [*(tmp_path / "readings").iterdir()]
+    readings = tmp_path / "readings"
+    in_memory = train_with_replays(tmp_path / "memory")
+    on_disk = train_with_replays(tmp_path / "disk", folder=readings)
+    assert same(module_tensors(in_memory.objective), module_tensors(on_disk.objective))
+    assert list(readings.iterdir()) == []
 
 
-def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path) -> None:
-    one, calls = objective(), list[tuple[int, ...]]()
-    read = one.run_teacher
+def test_the_target_is_read_once_a_sample_and_held_out_ones_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = new_objective()
+    run_teacher = objective.run_teacher
+    indices_of_passes: list[tuple[int, ...]] = []
 
-    def counted_read(batch: Batch) -> TeacherOutputs:
-        calls.append(tuple(batch.indices))
-        return read(batch)
+    def recorded(batch: Batch) -> TeacherOutputs:
+        indices_of_passes.append(tuple(batch.indices))
+        return run_teacher(batch)
 
-    one.run_teacher = counted_read  # type: ignore[method-assign]
-    trainer, _ = trained(tmp_path, lambda: one, steps=18)  # 6 batches, each used 3 times
+    monkeypatch.setattr(objective, "run_teacher", recorded)
+    trainer = train_with_replays(tmp_path, objective, steps=18)  # 6 batches, each used 3 times
     held_out = {tuple(batch["indices"]) for batch in trainer.held_out_batches()}
-    counted = Counter(calls[1:])  # the first one tells how many bytes teacher outputs take
-    assert set(counted.values()) == {1}
-    assert len(counted.keys() - held_out) == 6
+    passes = Counter(indices_of_passes[1:])  # the first one tells how many bytes teacher outputs take
+    assert set(passes.values()) == {1}
+    assert len(passes.keys() - held_out) == 6
+
+
+def stored_bytes(outputs: Any) -> int:
+    """Bytes of teacher outputs that a buffer keeps, as tensors or in a file."""
+    tensors = load_file(outputs).values() if isinstance(outputs, Path) else outputs
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize(
@@ -138,87 +155,90 @@ def test_a_training_holds_no_more_than_its_memory(
     held_out: int, memory: str, on_disk: bool, cuts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that are really held after each use, those of held-out samples included."""
-    held, take = list[int](), ReplayBuffer.take
+    bytes_after_uses: list[int] = []
+    take = ReplayBuffer.take
 
-    def noting(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
-        taken = take(self, batch, read)
-        kept = [[*load_file(each).values()] if isinstance(each, Path) else each for each, _ in self._kept.values()]
-        held.append(sum(tensor.nbytes for each in kept for tensor in each))
-        return taken
+    def measured_take(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
+        outputs = take(self, batch, read)
+        bytes_after_uses.append(sum(stored_bytes(stored) for stored, _ in self._kept.values()))
+        return outputs
 
-    monkeypatch.setattr(ReplayBuffer, "take", noting)
+    monkeypatch.setattr(ReplayBuffer, "take", measured_take)
     replay = ReplaySettings(memory, str(tmp_path / "readings") if on_disk else None)
     settings = runs.settings(replays=4, steps=24, held_out=held_out, cuts=cuts)
-    each = ImportanceObjective(objective().lookahead, cuts=cuts)
-    ModuleTrainer(each, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
-    assert 0.6 * read_bytes(memory) < max(held) <= read_bytes(memory)
+    objective = ImportanceObjective(new_objective().lookahead, cuts=cuts)
+    ModuleTrainer(objective, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
+    assert 0.6 * read_bytes(memory) < max(bytes_after_uses) <= read_bytes(memory)
 
 
 def long_batch() -> Batch:
     """Prompts with far entries."""
-    rows = [replace(each, prompt_ids=each.prompt_ids * 3) for each in samples(3)]
-    dataset = SampleDataset(rows)
-    return Batch(**collate([dataset[Use(place, 0, True)] for place in (0, 2)]))
+    dataset = SampleDataset([replace(sample, prompt_ids=sample.prompt_ids * 3) for sample in samples(3)])
+    return Batch(**collate([dataset[Use(position, 0, True)] for position in (0, 2)]))
 
 
-def fresh_and_replayed(one: ReplayedObjective, batch: Batch, dtype: str) -> list[tuple[float, torch.Tensor]]:
-    """Loss, and the gradients in one, of teacher outputs as they are and packed."""
-    found = []
-    for buffer in (None, ReplayBuffer(ReplaySettings(dtype=dtype))):
-        one.buffer = buffer
-        one.zero_grad()
-        loss = one.loss(batch)
-        loss.backward()
-        learned = [each.grad for each in one.parameters() if each.grad is not None]
-        found.append((loss.item(), torch.cat([each.flatten() for each in learned])))
-    return found
+def loss_and_gradient(
+    objective: ReplayedObjective, batch: Batch, buffer: ReplayBuffer | None
+) -> tuple[float, torch.Tensor]:
+    """The loss, and all gradients in one vector; of teacher outputs as the buffer packs them, if there is one."""
+    objective.buffer = buffer
+    objective.zero_grad()
+    loss = objective.loss(batch)
+    loss.backward()
+    gradients = [weight.grad.flatten() for weight in objective.parameters() if weight.grad is not None]
+    return loss.item(), torch.cat(gradients)
 
 
-def lookahead(dtype: torch.dtype) -> ReplayedObjective:
-    one = objective()
-    target: Any = one.lookahead.model  # transformers hides the types of `to`
+def lookahead_objective(dtype: torch.dtype) -> ReplayedObjective:
+    objective = new_objective()
+    target: Any = objective.lookahead.model  # transformers hides the types of `to`
     target.to(dtype)
-    one.far = 0.5
-    return one
+    objective.far = 0.5
+    return objective
 
 
-def retrieval(dtype: torch.dtype) -> ReplayedObjective:
+def retrieval_objective(dtype: torch.dtype) -> ReplayedObjective:
     settings = RetrievalHeadSettings(queries=12, answers=0.5)
     return RetrievalObjective(tiny_retrieval_head(), tiny_model().to(dtype), settings)
 
 
-@pytest.mark.parametrize("make", [lookahead, retrieval])
+@pytest.mark.parametrize(("make", "least_similarity"), [(lookahead_objective, 0.999), (retrieval_objective, 0.995)])
 @pytest.mark.parametrize(
     ("dtype", "target"), [("int8", torch.float32), ("bfloat16", torch.float32), ("bfloat16", torch.bfloat16)]
 )
 def test_packing_changes_loss_and_gradients_by_next_to_nothing(
-    make: Callable[[torch.dtype], ReplayedObjective], dtype: str, target: torch.dtype
+    make: Callable[[torch.dtype], ReplayedObjective], least_similarity: float, dtype: str, target: torch.dtype
 ) -> None:
     """By nothing at all in the base model's dtype."""
-    (exact, gradient), (packed, of_packed) = fresh_and_replayed(make(target), long_batch(), dtype)
-    assert packed == pytest.approx(exact, rel=0.005)
-    assert torch.cosine_similarity(gradient, of_packed, dim=0) > (0.999 if make is lookahead else 0.995)
+    objective = make(target)
+    loss, gradient = loss_and_gradient(objective, long_batch(), buffer=None)
+    buffer = ReplayBuffer(ReplaySettings(dtype=dtype))
+    packed_loss, packed_gradient = loss_and_gradient(objective, long_batch(), buffer)
+    assert packed_loss == pytest.approx(loss, rel=0.005)
+    assert torch.cosine_similarity(gradient, packed_gradient, dim=0) > least_similarity
     if target == torch.bfloat16:
-        assert packed == exact and torch.equal(gradient, of_packed)
+        assert packed_loss == loss
+        assert torch.equal(gradient, packed_gradient)
 
 
 def test_a_folder_of_others_is_refused_and_stays(tmp_path: Path) -> None:
-    theirs = tmp_path / "process-0" / "7.safetensors"
-    theirs.parent.mkdir()
-    theirs.write_bytes(b"a model")
+    other_file = tmp_path / "process-0" / "7.safetensors"
+    other_file.parent.mkdir()
+    other_file.write_bytes(b"a model")
     with refused("replay.dir", "conflict"):
-        trained(tmp_path / "work", dir=str(tmp_path))
-    assert theirs.read_bytes() == b"a model"
-    assert [path.name for path in theirs.parent.iterdir()] == ["7.safetensors"]
+        train_with_replays(tmp_path / "work", folder=tmp_path)
+    assert other_file.read_bytes() == b"a model"
+    assert [path.name for path in other_file.parent.iterdir()] == ["7.safetensors"]
 
 
 def test_a_folder_that_another_training_uses_is_refused(tmp_path: Path) -> None:
     settings = ReplaySettings(dir=str(tmp_path))
-    with ReplayBuffer(settings) as first, refused("out", "conflict"):
-        first.take(batch_of([0], last=False), lambda: TeacherOutputs([{"keys": torch.ones(1, 1, 2, 4)}]))
+    outputs = TeacherOutputs([{"keys": torch.ones(1, 1, 2, 4)}])
+    with ReplayBuffer(settings) as buffer, refused("out", "conflict"):
+        buffer.take(batch_of([0], last=False), lambda: outputs)
         assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["1.safetensors"]
         ReplayBuffer(settings).__enter__()
-    assert not [*tmp_path.iterdir()]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_training_without_teacher_outputs_keeps_none(tmp_path: Path) -> None:
