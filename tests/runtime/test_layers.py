@@ -127,7 +127,7 @@ def test_a_saved_state_answers_as_it_did(family, method, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), zip(["DeepSeek-V3", *FAMILIES[:-1], "GPT-OSS"], METHODS * 3, strict=True)
+    ("family", "method"), [*zip(["DeepSeek-V3", *FAMILIES[:-1], "GPT-OSS"], METHODS * 3, strict=True)]
 )
 def test_joined_states_are_read_as_alone(family, method):
     model = family_model(family)

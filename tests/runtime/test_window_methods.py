@@ -230,7 +230,7 @@ def test_methods_keep_what_their_definitions_say(family, dtype, large):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    zip(["laq", "laq++", "dapq", "oracle", "kivi", "lookaheadkv"], [torch.float16, torch.bfloat16] * 3, strict=True),
+    [*zip(["laq", "laq++", "dapq", "oracle", "kivi", "lookaheadkv"], [torch.float16, torch.bfloat16] * 3, strict=True)],
 )
 def test_methods_that_read_on_take_products_above_the_range_of_float16(name, dtype, tmp_path):
     model = tiny_model(eos_token_id=None)
