@@ -209,10 +209,12 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
     kind, special = (FAMILIES | MORE)[family]
     torch.manual_seed(seed)
     if kind in _VISION:
-        whole: dict[str, Any] = _VISION[kind]
-        text = {"text_config": whole["text_config"] | {key: changes[key] for key in changes if key in _TEXT}}
-        others = {key: value for key, value in changes.items() if key not in _TEXT}
-        config = AutoConfig.for_model(kind, **whole | text | {"tie_word_embeddings": False} | others)
+        settings: dict[str, Any] = _VISION[kind] | {"tie_word_embeddings": False}
+        settings["text_config"] = dict(settings["text_config"])
+        for key, value in changes.items():
+            part = settings["text_config"] if key in _TEXT else settings
+            part[key] = value
+        config = AutoConfig.for_model(kind, **settings)
         return AutoModelForImageTextToText.from_config(config).eval()
     config = AutoConfig.for_model(kind, **SMALL | special | changes)
     eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in special else {}  # as load_target does

@@ -30,17 +30,22 @@ def package_files() -> Iterator[tuple[str, Path]]:
 @cache
 def package_modules() -> dict[str, Path]:
     """The file of each module, by its dotted name."""
-    python = ((name.removesuffix(".py"), path) for name, path in package_files() if path.suffix == ".py")
-    return {name.removesuffix("/__init__").replace("/", "."): path for name, path in python}
+    modules = {}
+    for name, path in package_files():
+        if path.suffix == ".py":
+            module = name.removesuffix(".py").removesuffix("/__init__")
+            modules[module.replace("/", ".")] = path
+    return modules
 
 
 def imports(path: Path) -> set[str]:
     """The modules that a file imports, in functions too; `from a import b` is a.b where that is a module, else a."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in package_modules() else node.module for name in names}
-    return found
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                modules.add(submodule if submodule in package_modules() else node.module)
+    return modules

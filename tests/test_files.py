@@ -43,16 +43,19 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_takes_its_name_when_it_is_complete(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "model"
-    for name, before in (("weights", {}), ("config", {"weights": "x"})):
-        with atomic_folder(folder) as unfinished:
-            (unfinished / name).write_text("x")
-            assert (tree(folder) if folder.exists() else {}) == before
+    with atomic_folder(folder) as unfinished:
+        (unfinished / "weights").write_text("x")
+        assert not folder.exists() or tree(folder) == {}
+    with atomic_folder(folder) as unfinished:
+        (unfinished / "config").write_text("x")
+        assert tree(folder) == {"weights": "x"}
     with pytest.raises(KeyboardInterrupt), atomic_folder(folder) as unfinished:
         (unfinished / "weights").write_text("half")
         raise KeyboardInterrupt
-    assert tree(tmp_path) == {"new/model/config": "x"} and os.listdir(tmp_path / "new") == ["model"]
+    assert tree(tmp_path) == {"new/model/config": "x"}
+    assert os.listdir(tmp_path / "new") == ["model"]
 
 
 def test_files_move_into_a_folder_beside_others(tmp_path: Path) -> None:
@@ -94,19 +97,24 @@ def test_a_folder_removed_while_files_are_written_to_it_gets_none_of_the_others(
 
 
 def test_content_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, replace = list[str](), Path.replace
-    monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
+    events = list[str]()
+    replace = Path.replace
 
-    def named(path: Path, to: Path) -> Path:
-        done.append(f"{path.name} named")
-        return replace(path, to)
+    def note_sync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(path.name)
 
-    monkeypatch.setattr(Path, "replace", named)
+    def note_and_replace(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} named")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_and_replace)
     append_lines(tmp_path / "lines", [{"a": 1}])
     with atomic_files(tmp_path, last="config") as unfinished:
         for name in ("config", "weights"):
             (unfinished / name).write_text("new")
-    assert done == ["lines", "weights", "config", "weights named", "config named", tmp_path.name]
+    assert events == ["lines", "weights", "config", "weights named", "config named", tmp_path.name]
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
@@ -114,16 +122,19 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     host = socket.gethostname()
-    alive, elsewhere = f".unfinished-{host}-{os.getpid()}-x", f".unfinished-not-{host}-{killed.pid}-x"
-    for name in (f".unfinished-{host}-{killed.pid}-x", alive, elsewhere):
+    of_killed = f".unfinished-{host}-{killed.pid}-x"
+    of_running = f".unfinished-{host}-{os.getpid()}-x"
+    of_other_host = f".unfinished-not-{host}-{killed.pid}-x"
+    for name in (of_killed, of_running, of_other_host):
         (tmp_path / name).mkdir()
     write_text(tmp_path / "file", "größer\n")
-    assert set(os.listdir(tmp_path)) == {"file", alive, elsewhere}
+    assert set(os.listdir(tmp_path)) == {"file", of_running, of_other_host}
     assert (tmp_path / "file").read_bytes() == "größer\n".encode()
 
 
 def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
-    os.mkfifo(pipe := tmp_path / "pipe")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for path in (Path("/dev/null"), pipe):
         for folder in (True, False):
             with refused("out", "file"):
@@ -137,7 +148,8 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
         ):
             with refused(path.name, "file"):
                 write(path)
-        assert not path.is_file() and path.exists()
+        assert path.exists()
+        assert not path.is_file()
         with refused(path.name, "file"):
             read_json(path)
 
@@ -147,7 +159,10 @@ def test_yaml_in_any_encoding_but_no_bomb(tmp_path: Path) -> None:
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         path.write_text("a: é\n", encoding=encoding)
         assert read_yaml(path) == "a: é\n"
-    bomb = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'])}]\n" for n in range(9))
+    bomb = "a0: &a0 [x]\n"
+    for level in range(1, 9):
+        aliases = ", ".join([f"*a{level - 1}"] * 9)
+        bomb += f"a{level}: &a{level} [{aliases}]\n"
     codes: dict[str, Code] = {"a: &a [*a]": "memory", bomb: "memory", "[" * 9000: "file", "a" * (2 << 20): "memory"}
     for text, code in codes.items():
         path.write_text(text)
@@ -169,19 +184,24 @@ def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
             require_writable(path)
 
 
-HOLD = "import sys, time, pathlib; from keepsight.files import one_writer\n" + (
-    "with one_writer(pathlib.Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)"
-)
+HOLD = """
+import sys, time, pathlib
+from keepsight.files import one_writer
+with one_writer(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_another_process_is_named_and_kept_out_until_it_is_gone(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "locked\n"
         with refused("out", "conflict"), one_writer(tmp_path):
             pass
-        other.kill()
+        writer.kill()
     with one_writer(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert list(tmp_path.iterdir()) == []
@@ -206,7 +226,8 @@ def test_lines_come_back(tmp_path: Path) -> None:
     assert whole_lines(path) == []
     write_lines(path, ROWS[:1])
     append_lines(path, ROWS[1:])
-    assert list(read_jsonl(path)) == whole_lines(path) == ROWS
+    assert list(read_jsonl(path)) == ROWS
+    assert whole_lines(path) == ROWS
     path.write_bytes(b"\n" + path.read_bytes() + b"  \n")
     assert list(read_jsonl(path)) == ROWS
 
@@ -215,12 +236,13 @@ def test_lines_come_back(tmp_path: Path) -> None:
 def test_a_torn_line_is_named_and_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.jsonl"
     write_lines(path, ROWS[:1])
-    whole = path.read_bytes()
-    path.write_bytes(b"\n" + whole + SECOND[:cut])
+    first_line = path.read_bytes()
+    path.write_bytes(b"\n" + first_line + SECOND[:cut])
     with refused("a.jsonl", "file"):
         list(read_jsonl(path))
     assert list(read_jsonl(path, skip_torn=True)) == ROWS[:1]
-    assert whole_lines(path) == ROWS[:1] and path.read_bytes() == b"\n" + whole
+    assert whole_lines(path) == ROWS[:1]
+    assert path.read_bytes() == b"\n" + first_line
     path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
     with refused("a.jsonl", "file"):  # torn in the middle: not by a kill
         whole_lines(path)
@@ -242,21 +264,26 @@ VALUE = {"name": "a", "at": [1, 2]}
 
 
 def test_json_is_written_as_it_is(tmp_path: Path) -> None:
-    write_json(tmp_path / "one.json", VALUE)
-    append_lines(tmp_path / "many.jsonl", [VALUE, VALUE])
-    assert json.loads((tmp_path / "one.json").read_text()) == VALUE == read_json(tmp_path / "one.json")
-    lines = (tmp_path / "many.jsonl").read_text().splitlines()
-    assert list(map(json.loads, lines)) == [VALUE, VALUE] == list(read_jsonl(tmp_path / "many.jsonl"))
+    one = tmp_path / "one.json"
+    write_json(one, VALUE)
+    assert json.loads(one.read_text()) == VALUE
+    assert read_json(one) == VALUE
+    two = tmp_path / "two.jsonl"
+    append_lines(two, [VALUE, VALUE])
+    assert [json.loads(line) for line in two.read_text().splitlines()] == [VALUE, VALUE]
+    assert list(read_jsonl(two)) == [VALUE, VALUE]
 
 
 def test_digests_are_sha256_of_all_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a"
     expected = hashlib.sha256(b"abc").hexdigest()
-    (tmp_path / "a").write_bytes(b"abc")
+    path.write_bytes(b"abc")
     assert hex_digest([b"a", memoryview(b"bc")]) == expected
-    assert bytes_digest([b"abc"]) == file_digest(tmp_path / "a") == f"sha256:{expected}"
+    assert bytes_digest([b"abc"]) == f"sha256:{expected}"
+    assert file_digest(path) == f"sha256:{expected}"
     large = b"x" * (3 << 20)
-    (tmp_path / "a").write_bytes(large)
-    assert file_digest(tmp_path / "a") == f"sha256:{hashlib.sha256(large).hexdigest()}"
+    path.write_bytes(large)
+    assert file_digest(path) == f"sha256:{hashlib.sha256(large).hexdigest()}"
 
 
 def test_the_digest_of_json_does_not_depend_on_the_order_of_keys() -> None:
@@ -285,11 +312,15 @@ def test_json_of_others_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_json_of_another_type_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(text)
+    path = tmp_path / "a.json"
+    path.write_text(text)
     with pytest.raises(UserError) as caught:
-        read_json(tmp_path / "a.json", Point)
-    assert message in str(caught.value) and str(tmp_path / "a.json") in str(caught.value)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        read_json(path, Point)
+    error = str(caught.value)
+    assert message in error
+    assert str(path) in error
+    assert "\n" not in error
+    assert len(error) < 400
 
 
 def test_a_table_runs_no_formula(tmp_path: Path) -> None:
@@ -302,7 +333,10 @@ def test_a_table_runs_no_formula(tmp_path: Path) -> None:
 
 
 def test_amounts_of_memory() -> None:
-    assert [read_bytes(text) for text in ("24GiB", "24 GB", "1.5GiB", "17")] == [24 << 30, 24 * 10**9, 3 << 29, 17]
+    assert read_bytes("24GiB") == 24 << 30
+    assert read_bytes("24 GB") == 24 * 10**9
+    assert read_bytes("1.5GiB") == 3 << 29
+    assert read_bytes("17") == 17
     for text in ("", "0", "-1GB", "24 X", "24gb", "1e9", "0.1B", "nan"):
         with refused("memory", "type"):
             read_bytes(text)
@@ -314,9 +348,10 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert at_home(path) == path
     for path in ("~", "~/x", "~/x y/~"):
         assert at_home(path) == path.replace("~", str(tmp_path), 1)
-    with atomic_folder(Path("~/made")) as unfinished:
+    with atomic_folder(Path("~/folder")) as unfinished:
         (unfinished / "a").touch()
-    assert (tmp_path / "made/a").is_file() and not Path("~").exists()
+    assert (tmp_path / "folder" / "a").is_file()
+    assert not Path("~").exists()
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda _: dict[int, str]()[0])
     with refused("HOME", "missing"):

@@ -27,13 +27,15 @@ def test_markdown_cells_are_plain_or_as_wide_as_their_column() -> None:
 @pytest.mark.parametrize("numbers", [None, ["n"]])
 def test_cells_stay_as_they_are_and_a_table_may_be_empty(numbers: list[str] | None) -> None:
     """Nothing is read as a number, and columns may have one title."""
-    lines = markdown_table([("1e3", "007", ""), ("1_000", "nan", "–")], ["a", "n", "n"], numbers=numbers).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [cells[0], *cells[2:]] == [["a", "n", "n"], ["1e3", "007", ""], ["1_000", "nan", "–"]]
+    rows = [("1e3", "007", ""), ("1_000", "nan", "–")]
+    lines = markdown_table(rows, ["a", "n", "n"], numbers=numbers).splitlines()
+    titles, _, *cells = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in lines]
+    assert titles == ("a", "n", "n")
+    assert cells == rows
     assert len(markdown_table([], ["a", "n"], numbers=numbers).splitlines()) == 2
 
 
-def test_a_whole_table_is_as_wide_as_its_cells() -> None:
+def test_a_complete_table_is_as_wide_as_its_cells() -> None:
     columns = [*COLUMNS, TerminalColumn("", is_text=True), TerminalColumn("tokens/s", ".1f")]
     assert terminal_table([{**ROWS[0], "": "of full"}, ROWS[1]], columns).splitlines() == [
         "method       ms   n           tokens/s",
@@ -50,16 +52,18 @@ def test_a_list_has_a_line_for_each_value() -> None:
 
 
 def test_lines_come_as_rows_do_and_blank_cells_stay_blank() -> None:
-    taken = []
+    rows_read = []
 
     def rows():
         for row in ROWS:
-            taken.append(row)
+            rows_read.append(row)
             yield row
 
     lines = LiveTable(COLUMNS).lines(rows())
-    assert next(lines) == "method          ms       n" and not taken
-    assert next(lines) == "full cache     1.3       3" and len(taken) == 1
+    assert next(lines) == "method          ms       n"
+    assert len(rows_read) == 0
+    assert next(lines) == "full cache     1.3       3"
+    assert len(rows_read) == 1
     assert [*lines] == ["snapkv 48               12"]
 
 
@@ -72,4 +76,5 @@ def test_names_give_way_in_a_narrow_terminal(width: int, name: str, monkeypatch:
     columns = (name_column("method", ["a long name of a method"]), TerminalColumn("tokens/s", ".1f"))
     row = {"method": "a long name of a method", "tokens/s": 12.0}
     for line in (LiveTable(columns).line(row), terminal_table([row], columns).splitlines()[1]):
-        assert line.split("  ")[0].strip() == name and line.endswith("12.0")
+        assert line.split("  ")[0].strip() == name
+        assert line.endswith("12.0")
