@@ -37,5 +37,5 @@ DEAREST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the dearest files to the front; the order of the others, and within a file, stays."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(DEAREST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(DEAREST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))

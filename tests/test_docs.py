@@ -31,28 +31,33 @@ TEXTS = ["README.md", "RESULTS.md", *GUIDES, *FINDINGS]
 
 def commands(page: str) -> list[list[str]]:
     """What follows `keepsight` in blocks without a language, a script counting as its command."""
-    return [given for line in lines(page) if (given := command_of(line))]
+    return [command for line in lines(page) if (command := command_of(line))]
+
+
+def section(page: str, title: str) -> str:
+    """The text below a title of the second level, up to the next such title."""
+    return text_of(page).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)])
 def test_every_command_has_known_keys_and_values(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parse, "model_of_adapter", lambda reference: {})  # the adapters in texts are the reader's
-    for given in commands(page):
-        name, arguments = cli.command_of(given)
-        cli.configuration(name, [word for word in arguments if word != "..."])
+    for command in commands(page):
+        name, arguments = cli.command_of(command)
+        cli.configuration(name, [argument for argument in arguments if argument != "..."])
 
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)])
 def test_lists_are_written_without_brackets(page: str) -> None:
     """`tasks=niah,ruler`; brackets where an element is a mapping."""
-    arguments = " ".join(word for given in commands(page) for word in given)
+    arguments = " ".join(" ".join(command) for command in commands(page))
     assert not re.findall(r"\b(?:tasks|methods|budgets|lengths)=\[[\w.,]+\]", arguments)
 
 
 def test_every_recipe_is_named() -> None:
-    listed = text_of("docs/training.md").partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    mentioned = {*re.findall(r"`([\w.-]+)`", section("docs/training.md", "Recipes"))}
     recipes = {path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml")}
-    assert recipes == {*re.findall(r"`([\w.-]+)`", listed)}
+    assert mentioned == recipes
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -63,22 +68,21 @@ def test_its_python_runs(page: str, names: dict[str, Any], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("page", [*GUIDES, *FINDINGS, "README.md", "RESULTS.md", "CONTRIBUTING.md"])
 def test_the_files_it_links_to_are_there(page: str) -> None:
+    folder = (ROOT / page).parent
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
-    named = re.findall(r"`(examples/[\w.]+)`", text_of(page))
-    missing = [path for path in linked if not (ROOT / page).parent.joinpath(path).exists()]
-    assert not missing + [path for path in named if not (ROOT / path).exists()]
+    assert [path for path in linked if not (folder / path).exists()] == []
+    mentioned = re.findall(r"`(examples/[\w.]+)`", text_of(page))
+    assert [path for path in mentioned if not (ROOT / path).exists()] == []
 
 
 def test_results_link_only_where_the_site_has_them_too() -> None:
     """The site shows RESULTS.md as a page of `docs/`, and `results/` beside it; docs/hooks.py rewrites these links."""
-    for page in ("RESULTS.md", *FINDINGS):
+    patterns = dict.fromkeys(FINDINGS, r"https://|#|[\w-]+\.(csv|md)|\.\./(docs/|RESULTS\.md)")
+    patterns["RESULTS.md"] = r"https://|#|results/|docs/"
+    for page, pattern in patterns.items():
         links = re.findall(r"\]\(([^)]+)\)", text_of(page))
-        wanted = (
-            r"https://|#|results/|docs/"
-            if page == "RESULTS.md"
-            else r"https://|#|[\w-]+\.(csv|md)|\.\./(docs/|RESULTS\.md)"
-        )
-        assert links and all(re.match(wanted, link) for link in links), (page, links)
+        assert links, page
+        assert [link for link in links if not re.match(pattern, link)] == [], page
 
 
 def test_every_finding_is_linked_from_results() -> None:
@@ -87,22 +91,30 @@ def test_every_finding_is_linked_from_results() -> None:
 
 
 def test_the_reference_names_what_exists_and_every_method() -> None:
-    referred = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", text_of(page), flags=re.MULTILINE)]
-    assert len(referred) == len({*referred})
-    for name in referred:
+    documented = []
+    for page in PAGES:
+        documented += re.findall(r"^::: (\S+)$", text_of(page), flags=re.MULTILINE)
+    assert len(documented) == len({*documented})
+    for name in documented:
         module, _, member = name.rpartition(".")
         assert hasattr(importlib.import_module(module), member) or find_spec(name), name
-    assert {f"{each.__module__}.{each.__qualname__}" for each in METHODS.values()} <= {*referred}
+    classes = {f"{method.__module__}.{method.__qualname__}" for method in METHODS.values()}
+    assert classes <= {*documented}
 
 
 def test_every_press_has_a_line_and_its_methods_exist() -> None:
     """The 44 presses of kvpress 0.5.5, and a proposed one, each in a line; what they become is in the registry."""
-    table = text_of("docs/coming_from_kvpress.md").partition("\n## Every press\n")[2].partition("\n## ")[0]
-    lines_of_presses = [line.split("|") for line in table.splitlines() if re.match(r"\| `\w+Press", line)]
-    presses = [press for line in lines_of_presses for press in re.findall(r"`(\w+Press)\b", line[1])]
-    methods = {name for line in lines_of_presses for name in re.findall(r"`([a-z][a-z0-9_+]*)`", line[2])}
-    assert len(presses) == len({*presses}) == 45
-    assert methods and methods <= {*METHODS}
+    presses = []
+    methods = set()
+    for line in section("docs/coming_from_kvpress.md", "Every press").splitlines():
+        if re.match(r"\| `\w+Press", line):
+            _, press_cell, method_cell, *_ = line.split("|")
+            presses += re.findall(r"`(\w+Press)\b", press_cell)
+            methods |= {*re.findall(r"`([a-z][a-z0-9_+]*)`", method_cell)}
+    assert len(presses) == 45
+    assert len({*presses}) == 45
+    assert methods
+    assert methods <= {*METHODS}
 
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
@@ -120,12 +132,13 @@ def test_presses_of_kvpress_are_asked_for_exactly_the_budget() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "kvpress_results.py"))
     heads = 90
     for length in (65, 513, 1000, 2047, 8191):
-        for entries in (1, 64, 128, 256, 512):
-            ratio = script["ratio_of_head"](entries, length)
-            assert int(length * (1 - ratio)) == min(entries, length)
-            whole_ratio = script["ratio_of_model"](entries, length, heads)
-            dropped = int(heads * length * whole_ratio)
-            assert heads * length - dropped == heads * min(entries, length)
+        for budget in (1, 64, 128, 256, 512):
+            entries = min(budget, length)
+            ratio_of_head = script["ratio_of_head"](budget, length)
+            assert int(length * (1 - ratio_of_head)) == entries
+            ratio_of_model = script["ratio_of_model"](budget, length, heads)
+            dropped = int(heads * length * ratio_of_model)
+            assert heads * length - dropped == heads * entries
 
 
 def test_rules_for_layers_that_share_entries_are_compared() -> None:
@@ -137,63 +150,81 @@ def test_rules_for_layers_that_share_entries_are_compared() -> None:
     prompt, _ = script["samples"](script["Stage"](40, 4, 4, 0.0, 2), True, torch.Generator().manual_seed(1))
     state = prefill(model, prompt, needs=method.needs())
     for layer, importance in zip(state.layers, method.importance(model, state), strict=True):
-        readers = {1: 1, 4: 4}[layer.readers]
-        paid = method.bound_observer.score(layer, "mean")  # two KV heads with two query heads a layer
+        assert layer.readers in (1, 4)
+        attention = method.bound_observer.score(layer, "mean")  # two KV heads with two query heads a layer
         for head in range(2):
             for entry in range(1, prompt.shape[1] - script["QUESTION"]):
-                by_layer = []
-                for reader in range(readers):
-                    first = 2 * (head * readers + reader)
-                    by_layer.append(float(paid[1, first, entry] + paid[1, first + 1, entry]) / 2)
-                assert abs(float(importance[1, head, entry]) - max(by_layer)) < 1e-6
+                means = []
+                for reader in range(layer.readers):
+                    first = 2 * (head * layer.readers + reader)
+                    pair = attention[1, first : first + 2, entry]
+                    means.append(float(pair[0] + pair[1]) / 2)
+                assert abs(float(importance[1, head, entry]) - max(means)) < 1e-6
 
     rows = script["rows"]([script["measure"](model, 3, 1, (13,))] * 2)
     columns = (ROOT / "results" / "trials.csv").read_text("utf-8").splitlines()[0]
     table = pd.read_csv(io.StringIO("\n".join([columns, *rows])))
-    assert len(table) == 2 * 2 * (1 + len(methods)) and (table["samples"] == 6).all()
+    assert len(table) == 2 * 2 * (1 + len(methods))
+    assert (table["samples"] == 6).all()
     assert table["difference"].notna().sum() == 2 * 2 * 3  # beside the full cache and two chosen rules
+
+
+def assert_cells(line: dict[str, Any], **expected: Any) -> None:
+    """Fail unless some cells of a table's line are these."""
+    assert {name: line[name] for name in expected} == expected
 
 
 def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> None:
     """Two samples of one method: means, the cost against the full cache's prefill, kvpress's rows beside them."""
     script = runpy.run_path(str(ROOT / "docs" / "method_results.py"))
-    rest = {"task": "a", "length": 99, "score": 1.0, "agreement": 1.0, "kept": 9, "rows": 1, "references": ["b"]}
-    rest |= {
+    shared: dict[str, Any] = {
+        "task": "a",
+        "length": 99,
+        "score": 1.0,
+        "agreement": 1.0,
+        "kept": 9,
+        "rows": 1,
+        "references": ["b"],
         "time_to_first_token": 1.0,
         "tokens_per_second": 1.0,
         "answer": "b",
         "question": "seen",
         "date": "2026-01-02",
+        "kv_bytes": 2**20,
     }
+    without_eviction = Phases(prefill=2.0, draft=0.0, observe=0.0, select=0.0, question=5.0)
+    with_eviction = Phases(prefill=2.0, draft=0.0, observe=0.0, select=0.1, question=5.0)
     rows = []
-    for sample in "cd":
-        variants = (("full", None, 0.0, 0.0), ("keydiff", 9, 0.25 * (sample == "c"), 0.1))
-        for method, budget, excess, taken in variants:
-            seconds = Phases(prefill=2.0, draft=0.0, observe=0.0, select=taken, question=5.0)
-            values: dict[str, Any] = {
-                **rest,
-                "sample": sample,
-                "kv_bytes": 2**20,
-                "excess_nll": excess,
-                "seconds": seconds,
-            }
-            rows.append(row(method, budget, **values).columns())
+    for sample, excess in (("c", 0.25), ("d", 0.0)):
+        full = row("full", None, sample=sample, excess_nll=0.0, seconds=without_eviction, **shared)
+        keydiff = row("keydiff", 9, sample=sample, excess_nll=excess, seconds=with_eviction, **shared)
+        rows += [full.columns(), keydiff.columns()]
     write_lines(tmp_path / "results.jsonl", rows)
     write_json(tmp_path / "settings.json", {"target": {"dtype": "float32"}})
     (tmp_path / "kvpress").mkdir()
     measured = {"task": "a", "length": 99, "press": "KeyDiffPress", "budget": 9, "excess": 0.5}
     write_lines(tmp_path / "kvpress" / "measured.jsonl", [measured, measured | {"excess": 0.7}])
+
     lines = script["summarized"](tmp_path, "1 core").set_index("method").to_dict("index")
     assert lines["keydiff"] == {
-        **{"question": "seen", "budget": "9", "excess_nll": "0.125", "low": "0.00", "high": "0.25", "score": "1.000"},
-        **{"cost": "5.0", "kv_mib": "1.00", "samples": 2, "dtype": "float32", "date": "2026-01-02"},
-        **{"processor": "1 core", "run": tmp_path.name},
+        "question": "seen",
+        "budget": "9",
+        "excess_nll": "0.125",
+        "low": "0.00",
+        "high": "0.25",
+        "score": "1.000",
+        "cost": "5.0",
+        "kv_mib": "1.00",
+        "samples": 2,
+        "dtype": "float32",
+        "date": "2026-01-02",
+        "processor": "1 core",
+        "run": tmp_path.name,
     }
-    assert (lines["full"]["budget"], lines["full"]["cost"]) == ("", "0.0")
-    press = lines["kvpress KeyDiffPress"]
-    assert (press["excess_nll"], press["budget"], press["score"], press["kv_mib"]) == ("0.600", "9", "", "")
+    assert_cells(lines["full"], budget="", cost="0.0")
+    assert_cells(lines["kvpress KeyDiffPress"], excess_nll="0.600", budget="9", score="", kv_mib="")
     (line,) = script["differences"](tmp_path, "1 core").to_dict("records")
-    assert (line["method"], line["minus"], line["difference"]) == ("keydiff", "kvpress KeyDiffPress", "-0.4750")
+    assert_cells(line, method="keydiff", minus="kvpress KeyDiffPress", difference="-0.4750")
 
 
 def test_the_table_of_papers_figures_is_made_of_runs(tmp_path: Path) -> None:
@@ -201,24 +232,44 @@ def test_the_table_of_papers_figures_is_made_of_runs(tmp_path: Path) -> None:
     script = runpy.run_path(str(ROOT / "docs" / "paper_results.py"))
     folder = tmp_path / "figures_similarity"
     folder.mkdir()
-    lines = ["task,method,budget,samples,recall,tau"]
-    for task, method, tau in (("a", "t=16", 0.1), ("b", "t=16", 0.3), ("a", "t=4", 0.5), ("b", "t=4", 0.5)):
-        lines += [f"{task},{method},64,3,0.{len(method)},{tau}", f"{task},{method},128,3,0.9,{tau}"]
+    lines = [
+        "task,method,budget,samples,recall,tau",
+        "a,t=16,64,3,0.4,0.1",
+        "a,t=16,128,3,0.9,0.1",
+        "b,t=16,64,3,0.4,0.3",
+        "b,t=16,128,3,0.9,0.3",
+        "a,t=4,64,3,0.3,0.5",
+        "a,t=4,128,3,0.9,0.5",
+        "b,t=4,64,3,0.3,0.5",
+        "b,t=4,128,3,0.9,0.5",
+    ]
     (folder / "importance.csv").write_text("\n".join(lines))
     rows = script["rows_of"](folder, "1 core")
-    found = rows[["setting", "budget", "measure", "value"]].to_numpy().tolist()
-    four = [["t=4", "64", "recall", "0.3"], ["t=4", "", "tau", "0.5"], ["t=4", "128", "recall", "0.9"]]
-    sixteen = [["t=16", "64", "recall", "0.4"], ["t=16", "", "tau", "0.2"], ["t=16", "128", "recall", "0.9"]]
-    assert found == four + sixteen and {*rows["samples"]} == {6} and {*rows["run"]} == {folder.name}
-    assert (rows["paper"].iloc[0], rows["figure"].iloc[0]) == ("LookaheadKV", "table 8")
+    assert rows[["setting", "budget", "measure", "value"]].to_numpy().tolist() == [
+        ["t=4", "64", "recall", "0.3"],
+        ["t=4", "", "tau", "0.5"],
+        ["t=4", "128", "recall", "0.9"],
+        ["t=16", "64", "recall", "0.4"],
+        ["t=16", "", "tau", "0.2"],
+        ["t=16", "128", "recall", "0.9"],
+    ]
+    assert {*rows["samples"]} == {6}
+    assert {*rows["run"]} == {folder.name}
+    assert rows["paper"].iloc[0] == "LookaheadKV"
+    assert rows["figure"].iloc[0] == "table 8"
 
 
 def evaluated(folder: Path, rows: list[ResultRow], **settings: Any) -> Path:
     """A folder as `keepsight eval` leaves it."""
     folder.mkdir(parents=True)
     write_lines(folder / "results.jsonl", [row.columns() for row in rows])
-    target = {"name": "user/small", "dtype": "bfloat16"}
-    defaults = {"target": target, "adapter": "shipped:a", "jsonl": {"files": []}, "max_tokens": 2048, "command": "c"}
+    defaults = {
+        "target": {"name": "user/small", "dtype": "bfloat16"},
+        "adapter": "shipped:a",
+        "jsonl": {"files": []},
+        "max_tokens": 2048,
+        "command": "c",
+    }
     write_json(folder / "settings.json", {**defaults, **settings})
     return folder
 
@@ -228,9 +279,9 @@ def test_the_tables_of_real_models_are_made_of_runs(tmp_path: Path) -> None:
     script = importlib.import_module("docs.real_models")
     rows = []
     for task, length, depth in (("niah_single", 400, 0.0), ("niah_single", 400, 0.9), ("niah_multikey", 800, 0.5)):
-        where: dict[str, Any] = {"task": task, "length": length, "sample": f"{depth}", "depth": depth}
-        rows.append(row("full", None, 1.0, time_to_first_token=1.0, **where))
-        rows.append(row("lookaheadkv", 64, float(depth == 0), excess_nll=depth, time_to_first_token=2.5, **where))
+        sample: dict[str, Any] = {"task": task, "length": length, "sample": f"{depth}", "depth": depth}
+        rows.append(row("full", None, 1.0, time_to_first_token=1.0, **sample))
+        rows.append(row("lookaheadkv", 64, float(depth == 0), excess_nll=depth, time_to_first_token=2.5, **sample))
     rows.append(row("speckv 0.5B", 64, 1.0, task="niah_single", length=400, sample="0.0", depth=0.0))
     folder = evaluated(tmp_path / "needles", rows, tasks=["niah_single", "niah_multikey"])
     table = script.scores_of(folder, "1 core")
@@ -242,30 +293,31 @@ def test_the_tables_of_real_models_are_made_of_runs(tmp_path: Path) -> None:
         ("800", "LookaheadKV (shipped)"),
     ]
     line = lines["400", "LookaheadKV (shipped)"]
-    assert (line["score"], line["excess_nll"], line["first_s"]) == ("0.500", "0.450", "2.50")
-    assert (line["tasks"], line["budget"], line["samples"], line["run"]) == ("needles", "64", "2", "needles")
+    assert_cells(line, score="0.500", excess_nll="0.450", first_s="2.50")
+    assert_cells(line, tasks="needles", budget="64", samples="2", run="needles")
     assert float(line["score_low"]) < 0.5 < float(line["score_high"])
 
     needles = script.needles_of(folder, "1 core")
+    assert {*needles["method"]} == {"full cache", "LookaheadKV (shipped)", "SpecKV, 0.5B"}
     ours = needles[needles["method"] == "LookaheadKV (shipped)"]
-    found = ours[["kind", "length", "depth", "score"]].to_numpy().tolist()
-    assert found == [
+    assert ours[["kind", "length", "depth", "score"]].to_numpy().tolist() == [
         ["single", 400, "0.00", "1.000"],
         ["single", 400, "0.90", "0.000"],
         ["multikey", 800, "0.50", "0.000"],
     ]
-    assert {*needles["method"]} == {"full cache", "LookaheadKV (shipped)", "SpecKV, 0.5B"}
 
 
 def test_files_of_code_are_told_from_other_files(tmp_path: Path) -> None:
     script = importlib.import_module("docs.real_models")
-    rows = [row("full", None, 1.0, task=task, length=length) for task, length in (("lcc", 512), ("trec", 1024))]
-    folder = evaluated(tmp_path / "code", rows[:1], tasks=["jsonl"], jsonl={"files": ["lcc", "repobench-p"]})
+    code_row = row("full", None, 1.0, task="lcc", length=512)
+    prose_row = row("full", None, 1.0, task="trec", length=1024)
+    folder = evaluated(tmp_path / "code", [code_row], tasks=["jsonl"], jsonl={"files": ["lcc", "repobench-p"]})
     (line,) = script.scores_of(folder, "1 core").to_dict("records")
-    assert (line["tasks"], line["length"], line["budget"]) == ("code", "2048", "")
-    folder = evaluated(tmp_path / "real", rows, tasks=["jsonl"], jsonl={"files": ["lcc", "trec"]}, max_tokens=4096)
+    assert_cells(line, tasks="code", length="2048", budget="")
+    files = {"files": ["lcc", "trec"]}
+    folder = evaluated(tmp_path / "real", [code_row, prose_row], tasks=["jsonl"], jsonl=files, max_tokens=4096)
     (line,) = script.scores_of(folder, "1 core").to_dict("records")
-    assert (line["tasks"], line["length"], line["samples"]) == ("real prompts", "4096", "2")
+    assert_cells(line, tasks="real prompts", length="4096", samples="2")
 
 
 def test_the_table_of_fits_is_made_of_their_log(tmp_path: Path) -> None:
@@ -281,8 +333,15 @@ def test_the_table_of_fits_is_made_of_their_log(tmp_path: Path) -> None:
     evaluated(fit / "eval", rows, tasks=["niah_single"])
     write_json(fit / "fit.json", {"trained": "eviction"})
     (fit / "data").mkdir()
-    settings = {"model": "user/small", "identity": {}, "mixture": {}, "seed": 0, "limit": 48, "max_new_tokens": 4}
-    settings["shard_size"] = 64
+    settings = {
+        "model": "user/small",
+        "identity": {},
+        "mixture": {},
+        "seed": 0,
+        "limit": 48,
+        "max_new_tokens": 4,
+        "shard_size": 64,
+    }
     write_json(fit / "data" / "manifest.json", {"complete": True, "settings": settings, "samples": 48})
     log = (
         "runs/fit_small/adapter: the module, its card and its pictures\n\nanswers 1 s\ntotal 1 s\n\n=== answers\n"
@@ -290,9 +349,9 @@ def test_the_table_of_fits_is_made_of_their_log(tmp_path: Path) -> None:
         "total          114 s\n\tMaximum resident set size (kbytes): 2048\n\n=== answers\ntotal 9 s\n"
     )
     (line,) = script.fit_of(fit, "1 core", log).to_dict("records")
-    assert (line["answers_s"], line["importance_s"], line["eviction_s"], line["total_s"]) == ("84", "30", "", "114")
-    assert (line["peak_mib"], line["samples"], line["budget"], line["run"]) == ("2", 48, "9", "fit_small")
-    assert (line["full"], line["lookaheadkv"], line["snapkv"]) == ("2 of 2", "2 of 2", "1 of 2")
+    assert_cells(line, answers_s="84", importance_s="30", eviction_s="", total_s="114")
+    assert_cells(line, peak_mib="2", samples=48, budget="9", run="fit_small")
+    assert_cells(line, full="2 of 2", lookaheadkv="2 of 2", snapkv="1 of 2")
     with pytest.raises(SystemExit, match="fit_other"):
         script.stages_of(log, "fit_other")
 
@@ -301,25 +360,50 @@ def test_commands_of_runs_name_no_path_of_the_machine() -> None:
     script = importlib.import_module("docs.real_models")
     methods = "'methods=[{name: x, adapter: %s}, snapkv]' adapter=shipped:a/b model.id=user/small"
     command = "keepsight eval jsonl.dir=/a/b out=/c/run9 " + methods % "/d/e-f/paper05"
-    assert script.public_command(command, "run9") == (
-        "keepsight eval jsonl.dir=DIR out=runs/run9 " + methods % "PAPER05"
-    )
+    public = "keepsight eval jsonl.dir=DIR out=runs/run9 " + methods % "PAPER05"
+    assert script.public_command(command, "run9") == public
 
 
 def test_the_tables_of_real_models_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A section each, the full cache in every column, equal lines of two runs in one, and signs for needles."""
-    score = {"model": "o/m", "tasks": "RULER", "question": "seen", "length": "1024", "score_low": "", "score_high": ""}
-    score |= {"excess_low": "", "excess_high": "", "first_s": "1.00", "date": "d", "processor": "p", "samples": "4"}
+    score = {
+        "model": "o/m",
+        "tasks": "RULER",
+        "question": "seen",
+        "length": "1024",
+        "score_low": "",
+        "score_high": "",
+        "excess_low": "",
+        "excess_high": "",
+        "first_s": "1.00",
+        "date": "d",
+        "processor": "p",
+        "samples": "4",
+    }
+    full_cache = score | {"method": "full cache", "budget": "", "score": "0.5", "excess_nll": "0"}
     scores = [
-        score | {"method": "full cache", "budget": "", "score": "0.5", "excess_nll": "0", "run": "a"},
+        full_cache | {"run": "a"},
         score | {"method": "LAQ", "budget": "64", "score": "0.25", "excess_nll": "1", "run": "a"},
-        score | {"method": "full cache", "budget": "", "score": "0.5", "excess_nll": "0", "run": "b"},
+        full_cache | {"run": "b"},
         score | {"method": "LAQ", "budget": "128", "score": "0.4", "excess_nll": "0.5", "run": "b"},
     ]
-    needle = {"model": "o/m", "question": "seen", "kind": "single", "method": "LAQ", "budget": "64", "samples": "1"}
-    needle |= {"length": "2048", "date": "d", "processor": "p", "run": "a"}
-    depths = {"0.00": "1", "0.50": "0", "1.00": "0.5"}
-    needles = [needle | {"depth": depth, "score": found} for depth, found in depths.items()]
+    needle = {
+        "model": "o/m",
+        "question": "seen",
+        "kind": "single",
+        "method": "LAQ",
+        "budget": "64",
+        "samples": "1",
+        "length": "2048",
+        "date": "d",
+        "processor": "p",
+        "run": "a",
+    }
+    needles = [
+        needle | {"depth": "0.00", "score": "1"},
+        needle | {"depth": "0.50", "score": "0"},
+        needle | {"depth": "1.00", "score": "0.5"},
+    ]
     files = {"real_models": scores, "real_models_needles": needles}
     functions = TABLES["TABLE_FUNCTIONS"]
     monkeypatch.setitem(functions["fits"].__globals__, "read", lambda file: pd.DataFrame(files[file]))
@@ -337,18 +421,21 @@ def test_the_tables_of_real_models_show_what_was_measured(monkeypatch: pytest.Mo
 
 
 def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:
-    assert all(TABLES["read"]("gpu")["card"])  # `make bench-gpu` writes it
-    files = [path.stem for path in (ROOT / "results").glob("*.csv") if path.stem not in ("runs", "gpu", "gpu_day")]
-    rows = pd.concat([TABLES["read"](file)[["processor", "run"]] for file in files])
-    assert len(rows) > 300 and all(rows["processor"].fillna(""))
-    assert {*rows["run"]} == {*TABLES["read"]("runs")["run"]} - {"untrained"}
+    read = TABLES["read"]
+    assert all(read("gpu")["card"])  # `make bench-gpu` writes it
+    files = {path.stem for path in (ROOT / "results").glob("*.csv")} - {"runs", "gpu", "gpu_day"}
+    rows = pd.concat([read(file)[["processor", "run"]] for file in files])
+    assert len(rows) > 300
+    assert all(rows["processor"].fillna(""))
+    assert {*rows["run"]} == {*read("runs")["run"]} - {"untrained"}
 
 
 def test_links_of_the_page_of_the_package_index_are_absolute() -> None:
     absolute = runpy.run_path(str(ROOT / "docs" / "absolute_links.py"))["absolute"]
     text = absolute((ROOT / "README.md").read_text("utf-8"), "https://github.com/o/n")
     links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)', text)
-    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert "https://github.com/o/n/raw/main/docs/images/" in text
     assert "https://github.com/o/n/blob/main/docs/quickstart.md" in text
 

@@ -55,12 +55,12 @@ class ToyMethod(Evict):
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
     """The class of a method in a file of the working folder, as `plugins=` finds it; it is forgotten afterwards."""
     tables: list[dict[str, Any]] = [registry.METHODS, registry.OBSERVERS, registry.LABELS]
-    before = [dict(table) for table in tables]
+    tables_before = [dict(table) for table in tables]
     (tmp_path / "toy_of_a_test.py").write_text(TOY, "utf-8")
     monkeypatch.chdir(tmp_path)
     import_plugins(["toy_of_a_test"])
     yield METHODS["toy"]
-    for table, entries in zip(tables, before, strict=True):
+    for table, entries in zip(tables, tables_before, strict=True):
         table.clear()
         table.update(entries)
     del sys.modules["toy_of_a_test"]
@@ -69,11 +69,14 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
 def test_a_module_is_all_that_a_method_needs(toy: type[Any], tmp_path: Path) -> None:
     outline = outline_target(str(save_tiny_target(tmp_path / "base")), dtype="float32")
     resources = Resources(tokenizer=outline.tokenizer, target=outline.model)
-    by_name = {variant.name: variant.method for variant in variants_of(["all"], [40], [], resources)}
-    assert by_name["toy"] == make_method("toy", 40, resources) == toy(40)
-    assert keepsight.ToyMethod is methods.ToyMethod is toy  # type: ignore[attr-defined]
+    methods_by_name = {variant.name: variant.method for variant in variants_of(["all"], [40], [], resources)}
+    assert methods_by_name["toy"] == toy(40)
+    assert make_method("toy", 40, resources) == toy(40)
+    assert keepsight.ToyMethod is toy  # type: ignore[attr-defined]
+    assert methods.ToyMethod is toy  # type: ignore[attr-defined]
     exports: Any = keepsight.__all__
-    assert "ToyMethod" in exports and "ToyMethod" in dir(keepsight)
+    assert "ToyMethod" in exports
+    assert "ToyMethod" in dir(keepsight)
 
     ids, _ = prompt_ids(90)
     method = make_method("toy", 40, resources, window=6, pool="none")
@@ -88,7 +91,8 @@ def test_its_pages_are_made_of_its_docstring(toy: type[Any]) -> None:
     row = (
         "| `toy` | Toy | [2601.00001](https://arxiv.org/abs/2601.00001) | Keeps the entries with the longest values. |"
     )
-    assert row in tables["with_tables"]((ROOT / "docs" / "methods.md").read_text("utf-8")).splitlines()
+    page = tables["with_tables"]((ROOT / "docs" / "methods.md").read_text("utf-8"))
+    assert row in page.splitlines()
     api = tables["with_tables"]((ROOT / "docs" / "api" / "methods.md").read_text("utf-8"))
     assert "::: toy_of_a_test.ToyMethod" in api.splitlines()
     assert "from toy_of_a_test import ToyMethod as ToyMethod" in tables["stub"]().splitlines()

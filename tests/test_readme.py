@@ -34,57 +34,72 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"model": model, "tokenizer": tiny_tokenizer(), "inputs": {"input_ids": ids, "attention_mask": mask}}
 
 
+DOWNLOADS = re.compile(
+    r"^(packaged =|target =|model =|(model, )?tokenizer =|inputs =|print).*\n(    .*\n|\)\n)*", flags=re.MULTILINE
+)
+
+
 def run(block: str, names: dict[str, Any]) -> None:
-    without_downloads = re.sub(
-        r"^(packaged =|target =|model =|(model, )?tokenizer =|inputs =|print).*\n(    .*\n|\)\n)*",
-        "",
-        block,
-        flags=re.MULTILINE,
-    )
-    smaller = without_downloads.replace("max_new_tokens=64", "max_new_tokens=4").replace("budget=128", "budget=40")
-    exec(smaller, names)
+    """Run a block of Python without what it downloads and prints, with short answers and small budgets."""
+    code = DOWNLOADS.sub("", block)
+    code = code.replace("max_new_tokens=64", "max_new_tokens=4").replace("budget=128", "budget=40")
+    exec(code, names)
+
+
+def blocks_of(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text("utf-8"), flags=re.DOTALL)
 
 
 def test_readmes_other_blocks_run(names: dict[str, Any]) -> None:
-    _, *blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    _, *blocks = blocks_of(README, "python")
     assert blocks
     for block in blocks:
         run(block, names)
 
 
 def test_the_guides_method_is_made_by_its_name(names: dict[str, Any]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "own_method.md").read_text("utf-8"), flags=re.DOTALL)
+    (block,) = blocks_of(DOCS / "own_method.md", "python")
     run(block, names)
     assert make_method("value_norm", 40) == names["ValueNorm"](budget=40)
 
 
 def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
-    rows, tasks = re.findall(r"```json\n(.*?)```", (DOCS / "evaluation.md").read_text("utf-8"), flags=re.DOTALL)
+    rows, tasks = blocks_of(DOCS / "evaluation.md", "json")
     (tmp_path / "contracts.jsonl").write_text(rows, "utf-8")
     (tmp_path / "tasks.json").write_text(tasks, "utf-8")
     lease, disputes = Jsonl(str(tmp_path)).samples("", TaskRequest(tiny_tokenizer(), 4096))
-    assert lease.task == disputes.task == "contracts" and lease.question.startswith("\n\nQuestion: How long")
-    assert score(lease, "9 years.") == score(disputes, "Basel") == 1.0 and score(lease, "Basel") == 0.0
+    assert lease.task == "contracts"
+    assert disputes.task == "contracts"
+    assert lease.question.startswith("\n\nQuestion: How long")
+    assert score(lease, "9 years.") == 1.0
+    assert score(lease, "Basel") == 0.0
+    assert score(disputes, "Basel") == 1.0
 
 
 def test_every_benchmark_and_metric_is_named() -> None:
-    named = set(re.findall(r"`(\w+)`", (DOCS / "evaluation.md").read_text("utf-8")))
-    assert {each.name for each in fields(Benchmarks)} - {"helmet"} <= named
-    assert {name for name in METRICS if not name.startswith(("same_", "reaches_"))} <= named
+    mentioned = set(re.findall(r"`(\w+)`", (DOCS / "evaluation.md").read_text("utf-8")))
+    assert {benchmark.name for benchmark in fields(Benchmarks)} - {"helmet"} <= mentioned
+    assert {name for name in METRICS if not name.startswith(("same_", "reaches_"))} <= mentioned
 
 
 def test_every_method_is_in_the_table() -> None:
-    table = (DOCS / "methods.md").read_text("utf-8")
-    named = set(
-        re.findall(r"`([a-z0-9_+]+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| "))
-    )
-    assert set(METHODS) - {"full"} <= named
+    mentioned = set()
+    for line in (DOCS / "methods.md").read_text("utf-8").splitlines():
+        if line.startswith("| "):
+            first_cell = line.split("|")[1]
+            mentioned |= {*re.findall(r"`([a-z0-9_+]+)`", first_cell)}
+    assert set(METHODS) - {"full"} <= mentioned
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_the_paths_that_are_named_exist(name: str) -> None:
-    text = re.sub(r"```.*?```", "", (README.parent / name).read_text("utf-8"), flags=re.DOTALL)
-    named = set(re.findall(r"`((?:[a-z_]+/)+(?:\w+\.\w+)?)`", text)) - {"runs/"}
-    rooms = [README.parent / room for room in (".", "keepsight", "runtime", "train", "eval")]
-    assert named
-    assert not {path for path in named if "NAME" not in path and not any((room / path).exists() for room in rooms)}
+    root = README.parent
+    text = re.sub(r"```.*?```", "", (root / name).read_text("utf-8"), flags=re.DOTALL)
+    mentioned = set(re.findall(r"`((?:[a-z_]+/)+(?:\w+\.\w+)?)`", text)) - {"runs/"}
+    assert mentioned
+    folders = [root / folder for folder in (".", "keepsight", "runtime", "train", "eval")]
+    missing = set()
+    for path in mentioned:
+        if "NAME" not in path and not any((folder / path).exists() for folder in folders):
+            missing.add(path)
+    assert missing == set()
