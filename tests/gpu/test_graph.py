@@ -44,7 +44,8 @@ def started(model: Any, name: str, *lengths: int) -> State:
 
 def captured(model: Any) -> int:
     """Number of graphs that the model has."""
-    return sum(step is not None and step._graph is not None for step in static_step._GRAPHS.get(model, {}).values())
+    steps = static_step._GRAPHS.get(model, {}).values()
+    return sum(step is not None and step._graph is not None for step in steps)
 
 
 def answer(model: Any, state: State, monkeypatch: Any, graph: bool, **options: Any) -> Any:
@@ -64,10 +65,10 @@ def test_a_graph_gives_the_answer_of_single_launches(name: str, lengths: tuple[i
     ends = [expected.ids[0, 20].item()]
     for end_tokens in (None, ends, None):
         expected = answer(model, state, monkeypatch, graph=False, ends=end_tokens)
-        found = answer(model, state, monkeypatch, graph=True, ends=end_tokens)
-        assert torch.equal(found.ids, expected.ids)
-        assert torch.equal(found.state.tokens, expected.state.tokens)
-        assert_close(found.state.logits, expected.state.logits)
+        replayed = answer(model, state, monkeypatch, graph=True, ends=end_tokens)
+        assert torch.equal(replayed.ids, expected.ids)
+        assert torch.equal(replayed.state.tokens, expected.state.tokens)
+        assert_close(replayed.state.logits, expected.state.logits)
     assert captured(model) == 2, "one with an end token, one without, each for two answers"
 
 
@@ -104,8 +105,8 @@ def test_every_dtype(dtype: torch.dtype, monkeypatch: Any) -> None:
             if is_captured:
                 step.capture(model, state)
             logits[is_captured] = [step.read(model, token) for token in tokens.T]
-    for found, expected in zip(logits[True], logits[False], strict=True):
-        assert_close(found, expected, dtype)
+    for replayed, expected in zip(logits[True], logits[False], strict=True):
+        assert_close(replayed, expected, dtype)
 
 
 def test_replays_do_not_wait_for_the_device() -> None:
@@ -131,7 +132,8 @@ def test_generate_takes_the_graph(caplog: pytest.LogCaptureFixture) -> None:
         for seed in (0, 1):
             ids = there(prompt_ids(200, seed=seed)[0])
             generate(model, ids, AdaKV(64), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    assert captured(model) == 1 and "without a CUDA graph" not in caplog.text
+    assert captured(model) == 1
+    assert "without a CUDA graph" not in caplog.text
 
 
 def test_a_server_whose_batch_changes_gives_the_answers_of_single_launches(monkeypatch: Any) -> None:

@@ -24,7 +24,9 @@ from tests.close import assert_close
 from tests.gpu.device import FLOATS, GPU, ON_CUDA, SINGLE, there
 
 pytestmark = GPU
-KV_HEADS, GROUP, RESIDUAL = 2, 4, 64
+KV_HEADS = 2
+GROUP = 4
+RESIDUAL = 64
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,19 +38,30 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def packed_entries(length: int, bits: int, width: int, dtype: torch.dtype) -> PackedEntries:
     """Of a prompt and five tokens after it, which have moved the packed ones into a room with spare space."""
-    keys, values = (there(drawn(2, KV_HEADS, length, width, seed=seed, dtype=dtype)) for seed in (1, 2))
+    keys = there(drawn(2, KV_HEADS, length, width, seed=1, dtype=dtype))
+    values = there(drawn(2, KV_HEADS, length, width, seed=2, dtype=dtype))
     entries = PackedEntries.pack(Quantizer(bits, 32), RESIDUAL, keys[:, :, :-5], values[:, :, :-5])
-    for token in range(length - 5, length):
-        entries = entries.with_recent(keys[:, :, token : token + 1], values[:, :, token : token + 1]).packed()
+    for position in range(length - 5, length):
+        key = keys[:, :, position : position + 1]
+        value = values[:, :, position : position + 1]
+        entries = entries.with_recent(key, value).packed()
     return entries
+
+
+def random_positions(length: int, count: int) -> Tensor:
+    """[2, KV heads, count] of different positions below a length."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randperm(length, generator=generator)[:count] for _ in range(2 * KV_HEADS)]
+    return torch.stack(rows).view(2, KV_HEADS, count)
 
 
 def fetched_entries(entries: PackedEntries, count: int) -> FetchedEntries:
     """Entries beside each other, as they come from the CPU: keys and values of one row."""
-    generator, width = torch.Generator().manual_seed(3), entries.recent_keys.shape[3]
-    places = [torch.randperm(entries.packed_length, generator=generator)[:count] for _ in range(2 * KV_HEADS)]
+    width = entries.recent_keys.shape[3]
+    positions = random_positions(entries.packed_length, count)
     rows = there(drawn(2, KV_HEADS, count, 2 * width, seed=4, dtype=entries.recent_keys.dtype).contiguous())
-    return FetchedEntries(there(torch.stack(places).view(2, KV_HEADS, count)), *rows.chunk(2, dim=3))
+    keys, values = rows.chunk(2, dim=3)
+    return FetchedEntries(there(positions), keys, values)
 
 
 @pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
@@ -64,15 +77,18 @@ def test_packed_entries_are_read_as_unpacked_ones(
         )
     entries = packed_entries(length, bits, width, dtype)
     query = there(drawn(2, KV_HEADS * GROUP, rows, width, seed=5, dtype=dtype))
-    softmax, scored = Softmax(width**-0.5, 20.0, there(torch.arange(8.0))), entries.packed_length
+    softmax = Softmax(width**-0.5, 20.0, there(torch.arange(8.0)))
+    scored = entries.packed_length
     fetched = fetched_entries(entries, count) if count else None
-    found = kernel.attend_in_kernel(query, entries, softmax, fetched, scored)
+    results = kernel.attend_in_kernel(query, entries, softmax, fetched, scored)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "usable", lambda query: False)
-        expected = attend_packed(query, entries, softmax, fetched, scored)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype) and one.isfinite().all()
-        assert_close(one, other, dtype)
+        expected_results = attend_packed(query, entries, softmax, fetched, scored)
+    for result, expected in zip(results, expected_results, strict=True):
+        assert result.shape == expected.shape
+        assert result.dtype == expected.dtype
+        assert result.isfinite().all()
+        assert_close(result, expected, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -80,52 +96,64 @@ def test_packed_entries_are_read_as_unpacked_ones(
 @pytest.mark.parametrize(("length", "count", "band"), [(50, 8, 64), (449, 100, 64), (2000, 37, 256)])
 def test_the_sparse_prefill_by_flex_is_that_by_blocks(dtype: torch.dtype, length: int, count: int, band: int) -> None:
     query = drawn(2, KV_HEADS * GROUP, length, 64, dtype=dtype)
-    key, value = (drawn(2, KV_HEADS, length, 64, seed=seed, dtype=dtype) for seed in (1, 2))
-    generator = torch.Generator().manual_seed(3)
-    places = torch.stack([torch.randperm(length, generator=generator)[:count] for _ in range(2 * KV_HEADS)])
-    columns = places.sort(dim=-1).values.view(2, KV_HEADS, count)
+    key = drawn(2, KV_HEADS, length, 64, seed=1, dtype=dtype)
+    value = drawn(2, KV_HEADS, length, 64, seed=2, dtype=dtype)
+    columns = random_positions(length, count).sort(dim=-1).values
     expected = attend_by_blocks(query.double(), key.double(), value.double(), columns, band, Softmax(0.125))
-    one, other, third, places = there([query, key, value, columns])
+
+    query, key, value, columns = there([query, key, value, columns])
     flex: Any = torch.compile(flex_attention) if ON_CUDA else flex_attention
-    by_one_call = attend_by_flex(one, other, third, places, band, 0.125, flex)
-    for found in (by_one_call, attend_by_blocks(one, other, third, places, band, Softmax(0.125))):
-        assert_close(found.cpu().double(), expected, dtype)
+    by_flex = attend_by_flex(query, key, value, columns, band, 0.125, flex)
+    by_blocks = attend_by_blocks(query, key, value, columns, band, Softmax(0.125))
+    assert_close(by_flex.cpu().double(), expected, dtype)
+    assert_close(by_blocks.cpu().double(), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("steps", "rows"), [(1, 37), (3, 150)])
 def test_the_attention_of_unrolled_drafts_and_its_gradients(dtype: torch.dtype, steps: int, rows: int) -> None:
-    shapes = [(2, 8, rows, 64)] + [(2, 2, rows, 64)] * 2 * steps
-    given = [drawn(*shape, seed=seed, dtype=dtype).contiguous() for seed, shape in enumerate(shapes)]
+    query_shape = (2, 8, rows, 64)
+    key_shape = (2, 2, rows, 64)
+    shapes = [query_shape] + [key_shape] * 2 * steps
+    cpu_inputs = [drawn(*shape, seed=seed, dtype=dtype).contiguous() for seed, shape in enumerate(shapes)]
     weight = drawn(2, 8, rows, 64, seed=99).double()
-    ours = [there(each).requires_grad_() for each in given]
-    exact = [each.double().requires_grad_() for each in given]
-    found = merged_attention(ours[0], ours[1 : steps + 1], ours[steps + 1 :])
-    expected = dense(exact[0], exact[1 : steps + 1], exact[steps + 1 :])
-    assert_close(found.cpu().double(), expected, dtype)
-    of_ours = torch.autograd.grad((found.double() * there(weight)).sum(), ours)
-    for one, other in zip(of_ours, torch.autograd.grad((expected * weight).sum(), exact), strict=True):
-        assert_close(one.cpu().double(), other, dtype)
+
+    inputs = [there(tensor).requires_grad_() for tensor in cpu_inputs]
+    exact_inputs = [tensor.double().requires_grad_() for tensor in cpu_inputs]
+    query, *keys_and_values = inputs
+    exact_query, *exact_keys_and_values = exact_inputs
+    output = merged_attention(query, keys_and_values[:steps], keys_and_values[steps:])
+    expected_output = dense(exact_query, exact_keys_and_values[:steps], exact_keys_and_values[steps:])
+    assert_close(output.cpu().double(), expected_output, dtype)
+
+    gradients = torch.autograd.grad((output.double() * there(weight)).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected_output * weight).sum(), exact_inputs)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert_close(gradient.cpu().double(), expected, dtype)
 
 
 def dense(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """One softmax: causal over the first keys, and over the same row's key alone of all others."""
-    rows, group = query.shape[2], query.shape[1] // keys[0].shape[1]
-    own = torch.eye(rows, dtype=torch.bool)
-    allowed = torch.cat([torch.ones_like(own).tril(), *[own] * (len(keys) - 1)], dim=1)
-    key, value = (torch.cat(each, dim=2).repeat_interleave(group, dim=1) for each in (keys, values))
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+    rows = query.shape[2]
+    group = query.shape[1] // keys[0].shape[1]
+    same_row = torch.eye(rows, dtype=torch.bool)
+    causal = torch.ones_like(same_row).tril()
+    mask = torch.cat([causal, *[same_row] * (len(keys) - 1)], dim=1)
+    key = torch.cat(keys, dim=2).repeat_interleave(group, dim=1)
+    value = torch.cat(values, dim=2).repeat_interleave(group, dim=1)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "keys"), [(32, 64), (300, 1027)])
 def test_observed_attention(dtype: torch.dtype, rows: int, keys: int) -> None:
-    query, key = drawn(2, 8, rows, 64, dtype=dtype), drawn(2, 2, keys, 64, seed=1, dtype=dtype)
+    query = drawn(2, 8, rows, 64, dtype=dtype)
+    key = drawn(2, 2, keys, 64, seed=1, dtype=dtype)
     for reduction in ("mean", "max", "sum"):
         expected = observed_attention(query.double(), key.double(), Softmax(0.125), keys - 3, reduction=reduction)
-        found = observed_attention(there(query), there(key), Softmax(0.125), keys - 3, reduction=reduction)
-        assert found.dtype == torch.float32
-        assert_close(found.cpu().double(), expected.double(), dtype)
+        observed = observed_attention(there(query), there(key), Softmax(0.125), keys - 3, reduction=reduction)
+        assert observed.dtype == torch.float32
+        assert_close(observed.cpu().double(), expected.double(), dtype)
 
 
 @pytest.mark.parametrize("count", [1, 700, 4096])
@@ -133,9 +161,9 @@ def test_selections_are_the_same_index_for_index_ties_included(count: int) -> No
     tied = torch.randint(0, 50, (2, 3, 4096), generator=torch.Generator().manual_seed(0)).float() / 7
     assert torch.equal(top_mask(there(tied), count).cpu(), top_mask(tied, count))
     assert torch.equal(top_indices(there(tied), count).cpu(), top_indices(tied, count))
-    assert torch.equal(
-        top_indices(there(tied - 3), count, signed=True).cpu(), top_indices(tied - 3, count, signed=True)
-    )
+    signed = tied - 3
+    indices = top_indices(there(signed), count, signed=True).cpu()
+    assert torch.equal(indices, top_indices(signed, count, signed=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -147,17 +175,22 @@ def test_heads_of_different_lengths_attend_as_each_does_alone(
     if not in_kernel:
         monkeypatch.setattr(ragged_kernel, "can_compile", lambda: False)
     counts = np.array([[5, 930], [64, 1]])
-    keys, values = (drawn(counts.sum(), 64, seed=seed, dtype=dtype) for seed in (1, 2))
-    new, query = drawn(2, 2, rows, 64, seed=3, dtype=dtype), drawn(2, 8, rows, 64, seed=4, dtype=dtype)
+    keys = drawn(counts.sum(), 64, seed=1, dtype=dtype)
+    values = drawn(counts.sum(), 64, seed=2, dtype=dtype)
+    new = drawn(2, 2, rows, 64, seed=3, dtype=dtype)  # both the new keys and the new values
+    query = drawn(2, 8, rows, 64, seed=4, dtype=dtype)
     layer = RaggedLayer(there(keys), there(values), counts, 1000)
     key, value = layer.update(there(new), there(new))
-    found = layer.attend(there(query), key, value, Softmax(1 / math.sqrt(64))).cpu()
+    outputs = layer.attend(there(query), key, value, Softmax(1 / math.sqrt(64))).cpu()
     start = 0
     for row in range(2):
-        for head in range(2):
-            mine = slice(start, start := start + counts[row, head])
-            key, value = (torch.cat([each[mine], new[row, head]]).double() for each in (keys, values))
-            hidden = torch.ones(rows, len(key), dtype=torch.bool).triu(len(key) - rows + 1)
-            for each in range(4 * head, 4 * head + 4):
-                weights = (query[row, each].double() @ key.T / 8).masked_fill(hidden, -torch.inf).softmax(-1)
-                assert_close(found[row, :, each].double(), weights @ value, dtype)
+        for kv_head in range(2):
+            stop = start + counts[row, kv_head]
+            head_keys = torch.cat([keys[start:stop], new[row, kv_head]]).double()
+            head_values = torch.cat([values[start:stop], new[row, kv_head]]).double()
+            start = stop
+            hidden = torch.ones(rows, len(head_keys), dtype=torch.bool).triu(len(head_keys) - rows + 1)
+            for query_head in range(4 * kv_head, 4 * kv_head + 4):
+                logits = query[row, query_head].double() @ head_keys.T / 8
+                weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+                assert_close(outputs[row, :, query_head].double(), weights @ head_values, dtype)

@@ -57,12 +57,12 @@ def scored(model: Any, method: Any, ids: Tensor = PROMPT, answer: Tensor = ANSWE
 def test_every_method_keeps_the_same_and_answers_alike(name: str, folder: Path) -> None:
     model = family_model(FAMILY)
     state, expected = scored(model, method_of(name, FAMILY, folder))
-    on_device, found = scored(there(copy.deepcopy(model)), method_of(name, FAMILY, folder))
-    assert torch.equal(on_device.counts().cpu(), state.counts())
-    assert_close(found, expected)
+    device_state, nll = scored(there(copy.deepcopy(model)), method_of(name, FAMILY, folder))
+    assert torch.equal(device_state.counts().cpu(), state.counts())
+    assert_close(nll, expected)
 
 
-WHOLE = {
+METHODS = {
     "full": FullCache(),
     "kivi": Kivi(2, 8, 8),
     "specache": SpeCache(2, 8, 8, topk=41),
@@ -71,15 +71,16 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", METHODS)
 def test_answers_in_every_dtype_are_those_in_float32(name: str, dtype: torch.dtype) -> None:
     """Of the same weights, rounded; no further apart than the full cache's on the CPU, with a margin."""
     model = tiny_model(head_dim=16).to(dtype)
-    _, exact = scored(copy.deepcopy(model).float(), WHOLE[name])
-    _, there_found = scored(there(copy.deepcopy(model)), WHOLE[name])
-    _, here_found = scored(model, WHOLE[name])
-    apart = (here_found.float() - exact).abs().max().item()
-    assert (there_found.float() - exact).abs().max().item() <= 4 * apart + rounding(exact, dtype)
+    _, exact = scored(copy.deepcopy(model).float(), METHODS[name])
+    _, device_nll = scored(there(copy.deepcopy(model)), METHODS[name])
+    _, cpu_nll = scored(model, METHODS[name])
+    cpu_error = (cpu_nll.float() - exact).abs().max().item()
+    device_error = (device_nll.float() - exact).abs().max().item()
+    assert device_error <= 4 * cpu_error + rounding(exact, dtype)
 
 
 @contextmanager
@@ -88,12 +89,13 @@ def load() -> Iterator[None]:
     if DEVICE.type != "cuda":
         yield
         return
-    size, other = 2048, torch.cuda.Stream()
-    given = torch.randn(size, size, device=DEVICE)
-    for stream in (torch.cuda.current_stream(), other):
+    size = 2048
+    other_stream = torch.cuda.Stream()
+    factor = torch.randn(size, size, device=DEVICE)
+    for stream in (torch.cuda.current_stream(), other_stream):
         with torch.cuda.stream(stream):
             for _ in range(200):
-                torch.matmul(given, given)
+                torch.matmul(factor, factor)
     yield
     settled()
 
@@ -102,7 +104,9 @@ def load() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["specontext", "specache"])
 def test_entries_from_cpu_memory_are_right_under_load(name: str, streams: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(head_dim=16, pad_token_id=None)
-    on_device, ids, answer = there(copy.deepcopy(model)), prompt_ids(200)[0], prompt_ids(40, seed=1)[0]
+    device_model = there(copy.deepcopy(model))
+    ids = prompt_ids(200)[0]
+    answer = prompt_ids(40, seed=1)[0]
     makers: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "specontext": (
             lambda: SpeContext(24, tiny_retrieval_head("none", max_position_embeddings=1024)),
@@ -110,40 +114,45 @@ def test_entries_from_cpu_memory_are_right_under_load(name: str, streams: str, m
         ),
         "specache": (lambda: SpeCache(2, 8, 16, topk=12), lambda: SpeCache(2, 8, 16, topk=12)),
     }
-    plain, offloaded = makers[name]
-    expected = _steps(model, plain(), ids, answer)
+    make_plain, make_offloaded = makers[name]
+    expected = _steps(model, make_plain(), ids, answer)
     monkeypatch.setenv(VARIABLE, streams)
     for _ in range(5):
         with load():
-            found = _steps(on_device, offloaded(), ids, answer)
-        assert_close(found, expected)
+            logits = _steps(device_model, make_offloaded(), ids, answer)
+        assert_close(logits, expected)
 
 
 @torch.no_grad()
 def _steps(model: Any, method: Any, ids: Tensor, answer: Tensor) -> Tensor:
     """Logits [T, B, V] of an answer read token by token, on the CPU."""
-    reader, state = method.reader(model), method.start(model, ids.to(model.device))
-    found = [state.logits]
+    reader = method.reader(model)
+    state = method.start(model, ids.to(model.device))
+    logits_of_steps = [state.logits]
     for token in answer.to(model.device).split(1, dim=1):
         state, logits = read(reader, state, token)
-        found.append(logits[:, -1])
-    return torch.stack(found).cpu()
+        logits_of_steps.append(logits[:, -1])
+    return torch.stack(logits_of_steps).cpu()
 
 
 def test_a_training_step_gives_the_gradients_of_the_cpu() -> None:
-    model, ids = tiny_model(), prompt_ids(60)[0]
+    model = tiny_model()
+    ids = prompt_ids(60)[0]
     torch.manual_seed(0)
-    here = Lookahead(model, LookaheadSettings(tokens=4, rank=2))
-    for weight in here.parameters():
+    cpu_module = Lookahead(model, LookaheadSettings(tokens=4, rank=2))
+    for weight in cpu_module.parameters():
         if weight.requires_grad and weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.1)
     gradients = []
-    for module in (here, there(copy.deepcopy(here))):
-        objective, batch = ImportanceObjective(module), ids.to(module.model.device)
-        objective.loss(Batch(batch[:, :50], batch[:, 50:])).backward()
-        gradients.append([each.grad.cpu() for each in objective.trained_parameters() if each.grad is not None])
-    assert gradients[0] and any(each.abs().max() > 0 for each in gradients[0])
-    assert_close(gradients[1], gradients[0])
+    for module in (cpu_module, there(copy.deepcopy(cpu_module))):
+        objective = ImportanceObjective(module)
+        device_ids = ids.to(module.model.device)
+        objective.loss(Batch(device_ids[:, :50], device_ids[:, 50:])).backward()
+        gradients.append([weight.grad.cpu() for weight in objective.trained_parameters() if weight.grad is not None])
+    cpu_gradients, device_gradients = gradients
+    assert cpu_gradients
+    assert any(gradient.abs().max() > 0 for gradient in cpu_gradients)
+    assert_close(device_gradients, cpu_gradients)
 
 
 def lookahead(model: Any) -> LookaheadKV:
@@ -160,8 +169,10 @@ def test_neither_eviction_nor_decoding_waits_for_the_device(name: str) -> None:
         "streamingllm": StreamingLLM(64),
         "kivi": Kivi(2, 8, 32),
     }
-    method, ids = methods.get(name) or lookahead(model), there(prompt_ids(200)[0])
-    reader, needs = method.reader(model), Needs() if name in ("full", "kivi") else method.needs()
+    method = methods.get(name) or lookahead(model)
+    ids = there(prompt_ids(200)[0])
+    reader = method.reader(model)
+    needs = Needs() if name in ("full", "kivi") else method.needs()
 
     def step(state: State) -> State:
         return read(reader, state, state.logits.argmax(dim=-1, keepdim=True))[0]
@@ -182,7 +193,7 @@ SMALL = 2**21
 """Bytes of what is held beside entries: logits, tokens, recorded queries, and the allocator's rounding."""
 
 
-def _now() -> int:
+def _allocated_bytes() -> int:
     settled()
     return int(torch.cuda.memory_stats()["allocated_bytes.all.current"])
 
@@ -200,16 +211,18 @@ def test_what_is_allocated_is_what_kv_bytes_says(name: str) -> None:
         "specache": SpeCache(),
     }
     methods |= {"quest": Quest(1024), "specontext": SpeContext(1024, head), "lookaheadkv": lookahead(model)}
-    method, ids = methods[name], there(prompt_ids(8192)[0])
+    method = methods[name]
+    ids = there(prompt_ids(8192)[0])
     reader = method.reader(model)
     del methods
     read(reader, method.start(model, ids), ids[:, :1])  # what is cached for good
-    before = _now()
+    before = _allocated_bytes()
     state = method.start(model, ids).unrecorded()
-    said, held = state.kv_bytes, _now() - before
-    assert said - SMALL <= held <= said * (1 + GROWTH) + SMALL
+    kv_bytes = state.kv_bytes
+    allocated = _allocated_bytes() - before
+    assert kv_bytes - SMALL <= allocated <= kv_bytes * (1 + GROWTH) + SMALL
     for token in ids[:, : ROOM // 2].split(1, dim=1):
         state, _ = read(reader, state, token)
-    assert _now() - before <= state.kv_bytes * (1 + 2 * GROWTH) + 2 * SMALL
+    assert _allocated_bytes() - before <= state.kv_bytes * (1 + 2 * GROWTH) + 2 * SMALL
     del state
-    assert _now() - before <= SMALL
+    assert _allocated_bytes() - before <= SMALL

@@ -126,7 +126,7 @@ def table(rows: dict[str, Row]) -> str:
     by_outcome: dict[str, list[Row]] = {WORKS: [], REFUSED: [], NOT_TRIED: [], FAILS: []}
     for model_type in sorted(rows):
         by_outcome[rows[model_type]["outcome"]].append(rows[model_type])
-    counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in by_outcome.items() if found)
+    counts = ", ".join(f"{len(outcome_rows)} {outcome}" for outcome, outcome_rows in by_outcome.items() if outcome_rows)
     working = []
     for row in by_outcome[WORKS]:
         works = f"all but {row['without']}" if row["without"] else "all"
