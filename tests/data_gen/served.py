@@ -63,9 +63,10 @@ def server(say: Say, port: int = 0, path: str = "/v1/completions") -> Iterator[H
             if reply is None:
                 self.connection.close()
                 return
-            data = json.dumps(reply[1]).encode()
-            self.send_response(reply[0])
-            if 300 <= reply[0] < 400:
+            status, content = reply
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            if 300 <= status < 400:
                 self.send_header("Location", f"{heard.url}/elsewhere")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -78,15 +79,15 @@ def server(say: Say, port: int = 0, path: str = "/v1/completions") -> Iterator[H
             with suppress(OSError, ValueError):  # the client was killed, or the connection was broken on purpose
                 super().handle()
 
-    made = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    made.daemon_threads = True
-    heard = Heard(f"http://127.0.0.1:{made.server_port}/v1")
-    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+    http_server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    http_server.daemon_threads = True
+    heard = Heard(f"http://127.0.0.1:{http_server.server_port}/v1")
+    threading.Thread(target=http_server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield heard
     finally:
-        made.shutdown()
-        made.server_close()
+        http_server.shutdown()
+        http_server.server_close()
 
 
 def speaks(target: Target, takes: str = "ids and back") -> Say:
@@ -99,15 +100,19 @@ def speaks(target: Target, takes: str = "ids and back") -> Say:
             return 422, {"error": "unknown field return_token_ids"}
         if takes == "text" and not isinstance(prompt, str):
             return 400, {"detail": "prompt must be a string."}
-        assert body["temperature"] == 0.0 and body["model"] == "served"
-        ids = target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        assert body["temperature"] == 0.0
+        assert body["model"] == "served"
+        prompt_ids = target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         with lock:
-            made = answer(target, [Rendered(0, "", ids, None)], Decoding(body["max_tokens"]))[0]
-        text = target.tokenizer.decode(made, skip_special_tokens=True)
-        choice: dict[str, Any] = {"text": text, "finish_reason": "stop" if made[-1] in target.end_tokens else "length"}
+            (answer_ids,) = answer(target, [Rendered(0, "", prompt_ids, None)], Decoding(body["max_tokens"]))
+        ended = answer_ids[-1] in target.end_tokens
+        choice: dict[str, Any] = {
+            "text": target.tokenizer.decode(answer_ids, skip_special_tokens=True),
+            "finish_reason": "stop" if ended else "length",
+        }
         if takes == "ids and back":
-            choice["token_ids"] = made
-        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
+            choice["token_ids"] = answer_ids
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt_ids)}}
 
     return say
 
@@ -117,11 +122,16 @@ def client(target: Target, heard: Heard, **changes: Any) -> Server:
     return Server(target, ServerSettings(**settings))
 
 
-def answered(backend: Server, asked: list[Rendered], longest: int = 12) -> dict[int, list[int]]:
-    made = [pair for ready in backend(asked, Decoding(longest)) for pair in ready]
-    pairs = [(prompt.index, ids) for prompt, ids in made if isinstance(ids, list)]
-    assert len(dict(pairs)) == len(pairs) == len(asked)
-    return dict(pairs)
+def answers_of(backend: Server, asked: list[Rendered], longest: int = 12) -> dict[int, list[int]]:
+    """The answers by the prompts' indices; none is missing, skipped or given twice."""
+    answers: dict[int, list[int]] = {}
+    for ready in backend(asked, Decoding(longest)):
+        for prompt, ids in ready:
+            assert isinstance(ids, list)
+            assert prompt.index not in answers
+            answers[prompt.index] = ids
+    assert len(answers) == len(asked)
+    return answers
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Answers from `transformers serve`, started on the loopback with a tiny model, which is killed and started again."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,34 +20,34 @@ for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason="transformers[serving] is not installed")
 pytestmark = pytest.mark.slow
 MIXTURE = {"min_tokens": 100, "max_tokens": 140, "sources": [{"kind": "key_values"}]}
-MADE: dict[str, Any] = {"limit": 16, "seed": 0, "max_new_tokens": 6, "shard_size": 16}
+SETTINGS: dict[str, Any] = {"limit": 16, "seed": 0, "max_new_tokens": 6, "shard_size": 16}
 
 
 def test_a_real_server_that_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepsight.endpoint.FIRST_WAIT", 0.05)
-    folder, port, data = save_tiny_target(tmp_path / "tiny"), free_port(), tmp_path / "data"
+    folder = save_tiny_target(tmp_path / "tiny")
+    data = tmp_path / "data"
+    port = free_port()
     outline = outline_target(str(folder))
     backend = Server(outline, ServerSettings(url=f"http://127.0.0.1:{port}/v1", parallel=2, tries=3))
-    killed: list[subprocess.Popen[bytes]] = []
-
-    def until_it_is_killed(prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
-        for number, ready in enumerate(backend(prompts, decoding)):
-            yield ready
-            if number == 3:
-                killed[0].kill()
-
     with serving(folder, port) as process:
-        killed.append(process)
+
+        def kill_the_server_after_four(prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
+            for position, ready in enumerate(backend(prompts, decoding)):
+                yield ready
+                if position == 3:
+                    process.kill()
+
         with refused("server.url", "service"):
-            generate_data(outline, MIXTURE, data, backend=until_it_is_killed, **MADE)
+            generate_data(outline, MIXTURE, data, backend=kill_the_server_after_four, **SETTINGS)
     (partial,) = data.glob("shard-*.partial")
     assert 4 <= len(list(read_jsonl(partial))) < 16
     with serving(folder, port):
-        assert generate_data(outline, MIXTURE, data, backend=backend, **MADE)["samples"] == 16
-    rows = [*finished_samples(data, finished_manifest(data))]
-    assert [row.index for row in rows] == list(range(16))
+        assert generate_data(outline, MIXTURE, data, backend=backend, **SETTINGS)["samples"] == 16
+    samples = list(finished_samples(data, finished_manifest(data)))
+    assert [sample.index for sample in samples] == list(range(16))
     target = load_target(str(folder), dtype="float32", device="cpu")
-    for row in rows:  # the server gives texts, whose ids may differ from those that were generated
-        ids = answer(target, [Rendered(0, "", row.prompt_ids, None)], Decoding(6))[0]
+    for sample in samples:  # the server gives texts, whose ids may differ from those that were generated
+        (ids,) = answer(target, [Rendered(0, "", sample.prompt_ids, None)], Decoding(6))
         text = target.tokenizer.decode(ids, skip_special_tokens=True)
-        assert row.answer_ids == target.tokenizer(text)["input_ids"][:6]
+        assert sample.answer_ids == target.tokenizer(text)["input_ids"][:6]
