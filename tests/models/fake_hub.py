@@ -8,7 +8,8 @@ import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-REPO, COMMIT = "ada/adapter", "c0ffee" * 6 + "c0ff"
+REPO = "ada/adapter"
+COMMIT = "c0ffee" * 6 + "c0ff"
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -37,10 +38,14 @@ class FakeHub(ThreadingHTTPServer):
         self.exists_in_public = False
         self.faults: list[tuple[str, int | None]] = []
 
-    def fault(self, request: str) -> tuple[int | None] | None:
-        """What is to happen to a request; None for nothing."""
-        place = next((place for place, (pattern, _) in enumerate(self.faults) if re.search(pattern, request)), None)
-        return None if place is None else (self.faults.pop(place)[1],)
+    def pop_fault(self, request: str) -> tuple[str, int | None] | None:
+        """What is to happen to a request, as in `faults`; None for nothing."""
+        for fault in self.faults:
+            pattern, _ = fault
+            if re.search(pattern, request):
+                self.faults.remove(fault)
+                return fault
+        return None
 
     def api(self, route: str, body: bytes) -> Any:
         """The JSON answer to an API route; None is 404."""
@@ -50,10 +55,9 @@ class FakeHub(ThreadingHTTPServer):
         if route == "/api/validate-yaml":
             return {"errors": [], "warnings": []}
         if route.startswith(f"/api/models/{REPO}/preupload/"):
-            names = [file["path"] for file in json.loads(body)["files"]]
-            return {"files": [{"path": name, "uploadMode": _mode(name), "shouldIgnore": False} for name in names]}
+            return {"files": [_upload_mode(file["path"]) for file in json.loads(body)["files"]]}
         if route == f"/{REPO}.git/info/lfs/objects/batch":
-            return {"transfer": "basic", "objects": [self._lfs_action(item) for item in json.loads(body)["objects"]]}
+            return {"transfer": "basic", "objects": [self._lfs_action(file) for file in json.loads(body)["objects"]]}
         if route.startswith(f"/api/models/{REPO}/branch/"):
             return {}
         if route.startswith(f"/api/models/{REPO}/commit/"):
@@ -64,14 +68,14 @@ class FakeHub(ThreadingHTTPServer):
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                 for name, data in self.files.items()
             ]
-        is_there = bool(self.created or self.files or self.exists_in_public)
-        if re.fullmatch(rf"/api/models/{REPO}(/revision/.*)?", route) and is_there:
+        exists = bool(self.created or self.files or self.exists_in_public)
+        if re.fullmatch(rf"/api/models/{REPO}(/revision/.*)?", route) and exists:
             private = self.created.get("visibility") == "private" and not self.exists_in_public
             return {"id": REPO, "sha": COMMIT, "private": private, "siblings": []}
         return None
 
-    def _lfs_action(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {**item, "actions": {"upload": {"href": f"{self.url}/lfs/{item['oid']}"}}}
+    def _lfs_action(self, file: dict[str, Any]) -> dict[str, Any]:
+        return {**file, "actions": {"upload": {"href": f"{self.url}/lfs/{file['oid']}"}}}
 
     def _commit(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
@@ -82,20 +86,23 @@ class FakeHub(ThreadingHTTPServer):
                 self.files[value["path"]] = self.blobs[value["oid"]]
 
 
-def _mode(name: str) -> str:
-    return "lfs" if name.endswith((".safetensors", ".png")) else "regular"
+def _upload_mode(name: str) -> dict[str, Any]:
+    """How a file is to be uploaded."""
+    mode = "lfs" if name.endswith((".safetensors", ".png")) else "regular"
+    return {"path": name, "uploadMode": mode, "shouldIgnore": False}
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: FakeHub
 
-    def _read(self) -> bytes:
+    def _read_body(self) -> bytes:
         if length := self.headers.get("Content-Length"):
             return self.rfile.read(int(length))
         body = b""
-        while self.headers.get("Transfer-Encoding") == "chunked" and (size := int(self.rfile.readline(), 16)):
-            body += self.rfile.read(size)
-            self.rfile.readline()
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
         return body
 
     def _answer(self, status: int, body: bytes, **headers: str) -> None:
@@ -107,10 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _serve(self) -> None:
-        route, body = self.path.partition("?")[0], self._read()
-        self.server.requests.append(f"{self.command} {route}")
-        if (fault := self.server.fault(self.server.requests[-1])) is not None:
-            return self._fail(*fault)
+        route = self.path.partition("?")[0]
+        body = self._read_body()
+        request = f"{self.command} {route}"
+        self.server.requests.append(request)
+        if fault := self.server.pop_fault(request):
+            _, status = fault
+            return self._fail(status)
         if route.startswith("/lfs/"):
             self.server.blobs[route.removeprefix("/lfs/")] = body
             return self._answer(200, b"")
@@ -119,15 +129,15 @@ class _Handler(BaseHTTPRequestHandler):
             data = self.server.files[route.split("/", 5)[5]]
             etag = f'"{hashlib.sha1(data).hexdigest()}"'
             return self._answer(200, data, ETag=etag, X_Repo_Commit=COMMIT)
-        if (answer := self.server.api(route, body)) is None:
+        answer = self.server.api(route, body)
+        if answer is None:
             return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
         return self._answer(200, json.dumps(answer).encode(), Content_Type="application/json")
 
     def _fail(self, status: int | None) -> None:
         if status is not None:
-            return self._answer(
-                status, json.dumps({"error": f"fault {status}", "url": f"{self.server.url}/{REPO}"}).encode()
-            )
+            error = {"error": f"fault {status}", "url": f"{self.server.url}/{REPO}"}
+            return self._answer(status, json.dumps(error).encode())
         self.close_connection = True
         self.send_response(200)
         self.send_header("Content-Length", "1000")

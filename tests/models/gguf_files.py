@@ -39,17 +39,20 @@ def write_gguf(path: Path) -> Any:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
-    stored = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    vocabulary = bpe["vocab"]
+    control = 3
+    normal = 1
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(stored["vocab"], key=stored["vocab"].get))
-    writer.add_token_types([3 if place < 6 else 1 for place in range(len(stored["vocab"]))])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in stored["merges"]])
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([control] * 6 + [normal] * (len(vocabulary) - 6))
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(str(tokenizer.chat_template))
-    for name, value in model.state_dict().items():
-        writer.add_tensor(_gguf_name(name), value.float().numpy())
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(_gguf_name(name), tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -58,16 +61,16 @@ def write_gguf(path: Path) -> Any:
 
 
 def _gguf_name(name: str) -> str:
-    outer = {
+    outside_layers = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",
     }
-    if name in outer:
-        return outer[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+    if name in outside_layers:
+        return outside_layers[name]
+    _, _, layer, name_in_layer = name.split(".", 3)
+    module, _, parameter = name_in_layer.rpartition(".")
+    return f"blk.{layer}.{_NAMES[module]}.{parameter}"
 
 
 def write_wheel(folder: Path, package: str, path: str, content: bytes) -> str:
@@ -79,8 +82,9 @@ def write_wheel(folder: Path, package: str, path: str, content: bytes) -> str:
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nRequires-Dist: nowhere".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    record = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    record = f"{info}/RECORD"
+    files[record] = "".join(f"{name},,\n" for name in [*files, record]).encode()
     with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
-        for name, data in [*files.items(), (f"{info}/RECORD", record.encode())]:
+        for name, data in files.items():
             wheel.writestr(name, data)
     return f"{package}==1.0/{path}"

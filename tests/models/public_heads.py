@@ -27,33 +27,34 @@ QWEN3: dict[str, Any] = json.loads("""{
   "use_sliding_window": false, "vocab_size": 128, "draft_vocab_size": 24,
   "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": true}}""")
 # Llama-3-8B's EAGLE-1 head, and Vicuna's, which says neither bias nor KV heads.
-EAGLE1: dict[str, Any] = {
-    **{name: value for name, value in LLAMA3.items() if name != "draft_vocab_size"},
-    "rope_theta": 500000.0,
-    "bias": False,
-}
-VICUNA: dict[str, Any] = {
-    name: value for name, value in EAGLE1.items() if name not in ("bias", "rope_theta", "num_key_value_heads")
-}
+EAGLE1: dict[str, Any] = LLAMA3 | {"rope_theta": 500000.0, "bias": False}
+del EAGLE1["draft_vocab_size"]
+VICUNA: dict[str, Any] = dict(EAGLE1)
+del VICUNA["bias"], VICUNA["rope_theta"], VICUNA["num_key_value_heads"]
 
 
 def eagle3_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random tensors of an EAGLE-3 head in float32, named as in public files."""
-    hidden, width = config["hidden_size"], config.get("target_hidden_size", config["hidden_size"])
-    draft, vocab = config["draft_vocab_size"], config["vocab_size"]
+    hidden = config["hidden_size"]
+    target_hidden = config.get("target_hidden_size", hidden)
+    vocab = config["vocab_size"]
+    draft_vocab = config["draft_vocab_size"]
     shapes = {
         **_layer_shapes("midlayer", config, 2 * hidden),
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.input_layernorm.weight": (hidden,),
-        "fc.weight": (hidden, 3 * width),
+        "fc.weight": (hidden, 3 * target_hidden),
         "norm.weight": (hidden,),
-        "lm_head.weight": (draft, hidden),
-        **({f"fc_norm.{tap}.weight": (width,) for tap in range(3)} if config.get("fc_norm") else {}),
+        "lm_head.weight": (draft_vocab, hidden),
     }
-    tensors = _random(shapes, seed)
-    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:draft].sort().values
-    tensors["d2t"] = ids - torch.arange(draft)
-    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    if config.get("fc_norm"):
+        for tap in range(3):
+            shapes[f"fc_norm.{tap}.weight"] = (target_hidden,)
+    tensors = _random_tensors(shapes, seed)
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
+    drafted_ids = order[:draft_vocab].sort().values
+    tensors["d2t"] = drafted_ids - torch.arange(draft_vocab)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, drafted_ids, True)
     return tensors
 
 
@@ -67,7 +68,7 @@ def eagle1_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     }
     if config.get("bias", True):
         shapes["fc.bias"] = (hidden,)
-    return _random(shapes, seed)
+    return _random_tensors(shapes, seed)
 
 
 def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -87,25 +88,34 @@ def write_pickled_head(folder: Path) -> Path:
 
 
 def _layer_shapes(layer: str, config: dict[str, Any], inputs: int) -> dict[str, tuple[int, ...]]:
-    hidden, middle, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    intermediate = config["intermediate_size"]
+    heads = config["num_attention_heads"]
     width = config.get("head_dim", hidden // heads)
-    queries, keys = heads * width, config.get("num_key_value_heads", heads) * width
+    queries = heads * width
+    keys = config.get("num_key_value_heads", heads) * width
     shapes: dict[str, tuple[int, ...]] = {
         f"{layer}.self_attn.q_proj.weight": (queries, inputs),
         f"{layer}.self_attn.k_proj.weight": (keys, inputs),
         f"{layer}.self_attn.v_proj.weight": (keys, inputs),
         f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-        f"{layer}.mlp.gate_proj.weight": (middle, hidden),
-        f"{layer}.mlp.up_proj.weight": (middle, hidden),
-        f"{layer}.mlp.down_proj.weight": (hidden, middle),
+        f"{layer}.mlp.gate_proj.weight": (intermediate, hidden),
+        f"{layer}.mlp.up_proj.weight": (intermediate, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, intermediate),
         f"{layer}.post_attention_layernorm.weight": (hidden,),
     }
     if config.get("qkv_bias"):
-        shapes |= {f"{layer}.self_attn.{name}_proj.bias": (queries if name == "q" else keys,) for name in "qkv"}
+        shapes[f"{layer}.self_attn.q_proj.bias"] = (queries,)
+        shapes[f"{layer}.self_attn.k_proj.bias"] = (keys,)
+        shapes[f"{layer}.self_attn.v_proj.bias"] = (keys,)
     return shapes
 
 
-def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+def _random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Norms around 1, and all else around 0."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {name: 1 + 0.3 * value if "norm" in name else 0.2 * value for name, value in tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.3 * noise if "norm" in name else 0.2 * noise
+    return tensors

@@ -34,30 +34,43 @@ from tests.refused import refused
 from tests.tiny import tiny_model
 
 KINDS = {kind.kind: kind for kind in ARTIFACTS}
-SEALS = {
+FILE_WITH_DIGESTS = {
     "lookahead adapter": "lookahead_config.json",
     "draft head": "keepsight.json",
     "retrieval head": "retrieval_config.json",
 }
-WEIGHTS = [(kind, name) for kind, each in KINDS.items() for name in each.files if name.endswith(".safetensors")]
+ALL_FILES = [(kind, name) for kind in KINDS for name in KINDS[kind].files]
+WEIGHTS = [(kind, name) for kind, name in ALL_FILES if name.endswith(".safetensors")]
 FILES = LookaheadAdapter.files
 ORIGIN = Provenance("ada/tiny", Identity("v1", "sha256:t", None, "sha256:d"), {"steps": 3}, "0.1.0")
 
 
-def make(kind: str, folder: Path, seed: int = 7) -> Artifact:
-    """A saved artifact of a kind."""
+def save_artifact(kind: str, folder: Path, seed: int = 7) -> Artifact:
+    """Save an artifact of a kind, and return it."""
     torch.manual_seed(seed)
-    made: Any = DraftHead(LlamaConfig.from_dict(LLAMA3))
-    if kind != "draft head":
-        made = random_module(seed=seed).adapter() if kind.startswith("look") else tiny_retrieval_head(seed=seed)
-    made.save(folder, ORIGIN, "---\nlicense: apache-2.0\n---\n# Card\n")
-    return made
+    artifact: Any
+    if kind == "draft head":
+        artifact = DraftHead(LlamaConfig.from_dict(LLAMA3))
+    elif kind == "retrieval head":
+        artifact = tiny_retrieval_head(seed=seed)
+    else:
+        artifact = random_module(seed=seed).adapter()
+    artifact.save(folder, ORIGIN, "---\nlicense: apache-2.0\n---\n# Card\n")
+    return artifact
 
 
-def reseal(kind: str, folder: Path) -> None:
-    """Record the digests of the files as they are, as when a bad file was saved to begin with."""
-    config = read_json(folder / SEALS[kind])
-    write_json(folder / SEALS[kind], config | {"digests": {n: file_digest(folder / n) for n in config["digests"]}})
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def record_digests_again(kind: str, folder: Path) -> None:
+    """Those of the files as they are, as when a bad file was saved to begin with."""
+    path = folder / FILE_WITH_DIGESTS[kind]
+    config = read_json(path)
+    for name in config["digests"]:
+        config["digests"][name] = file_digest(folder / name)
+    write_json(path, config)
 
 
 def cannot_be_loaded(folder: Path, field: str, code: Code) -> None:
@@ -73,12 +86,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def test_a_folder_holds_the_documented_files_and_comes_back(kind: str, tmp_path: Path) -> None:
     """Also through a pickle and a copy."""
-    made, cls = make(kind, tmp_path), KINDS[kind]
+    artifact = save_artifact(kind, tmp_path)
+    cls = KINDS[kind]
     assert {path.name for path in tmp_path.iterdir()} == {*cls.files, *cls.optional, "README.md"}
     loaded = cls.load(tmp_path)
-    for each in (loaded, pickle.loads(pickle.dumps(loaded)), copy.deepcopy(loaded)):
-        assert type(each) is type(made) and each.provenance == ORIGIN
-        each.save_pretrained(tmp_path / "again")
+    for same in (loaded, pickle.loads(pickle.dumps(loaded)), copy.deepcopy(loaded)):
+        assert type(same) is type(artifact)
+        assert same.provenance == ORIGIN
+        same.save_pretrained(tmp_path / "again")
         for name in cls.files:
             if name.endswith(".safetensors"):
                 assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
@@ -86,44 +101,48 @@ def test_a_folder_holds_the_documented_files_and_comes_back(kind: str, tmp_path:
 
 def test_a_used_adapter_can_be_pickled() -> None:
     """Its copies on models' devices stay behind."""
-    artifact, model = random_module().adapter(), tiny_model()
+    artifact = random_module().adapter()
+    model = tiny_model()
     with artifact.attached(model) as tokens:
-        again = pickle.loads(pickle.dumps(artifact))
-    with again.attached(model) as found:
-        assert torch.equal(found, tokens) and found is not tokens
+        unpickled = pickle.loads(pickle.dumps(artifact))
+    with unpickled.attached(model) as unpickled_tokens:
+        assert torch.equal(unpickled_tokens, tokens)
+        assert unpickled_tokens is not tokens
 
 
 def test_a_device_a_pipe_or_a_socket_is_neither_written_to_nor_replaced(kind: str, tmp_path: Path) -> None:
-    made = make(kind, tmp_path / "made")
+    artifact = save_artifact(kind, tmp_path / "saved")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "out").mkdir()
-    os.mkfifo(tmp_path / "out" / KINDS[kind].files[-1])
+    pipe_in_folder = tmp_path / "out" / KINDS[kind].files[-1]
+    os.mkfifo(pipe_in_folder)
     for folder in (Path("/dev/null"), tmp_path / "pipe", tmp_path / "out"):
         with pytest.raises(UserError, match="not a regular file"):
-            made.save(folder, ORIGIN)
-    assert Path("/dev/null").is_char_device() and (tmp_path / "out" / KINDS[kind].files[-1]).is_fifo()
-    assert len([*(tmp_path / "out").iterdir()]) == 1
+            artifact.save(folder, ORIGIN)
+    assert Path("/dev/null").is_char_device()
+    assert pipe_in_folder.is_fifo()
+    assert [*(tmp_path / "out").iterdir()] == [pipe_in_folder]
 
 
 def test_a_failed_write_changes_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make(kind, tmp_path)
+    artifact = save_artifact(kind, tmp_path)
     (tmp_path / "training.png").write_bytes(b"picture")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    files = contents(tmp_path)
 
-    def full(*_: Any, **__: Any) -> None:
+    def fail_for_lack_of_space(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(f"{type(made).__module__}.write_json", full)
-        make(kind, tmp_path, seed=8)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    make(kind, tmp_path, seed=8)
+        patch.setattr(f"{type(artifact).__module__}.write_json", fail_for_lack_of_space)
+        save_artifact(kind, tmp_path, seed=8)
+    assert contents(tmp_path) == files
+    save_artifact(kind, tmp_path, seed=8)
     assert (tmp_path / "training.png").read_bytes() == b"picture"
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in KINDS[kind].files])
+@pytest.mark.parametrize(("kind", "name"), ALL_FILES)
 def test_a_missing_file_is_named(kind: str, name: str, tmp_path: Path) -> None:
-    make(kind, tmp_path)
+    save_artifact(kind, tmp_path)
     (tmp_path / name).unlink()
     cannot_be_loaded(tmp_path, name, "missing")
     with refused(name, "missing"):
@@ -132,7 +151,7 @@ def test_a_missing_file_is_named(kind: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), WEIGHTS)
 def test_changed_weights_are_refused(kind: str, name: str, tmp_path: Path) -> None:
-    make(kind, tmp_path)
+    save_artifact(kind, tmp_path)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     cannot_be_loaded(tmp_path, name, "file")
@@ -144,15 +163,17 @@ FAULTS = ["no safetensors file", "NaN", "int8"]
 @pytest.mark.parametrize(("weights", "fault"), zip(itertools.cycle(WEIGHTS), FAULTS * 2, strict=False))
 def test_bad_weights_with_a_right_digest_are_refused(weights: tuple[str, str], fault: str, tmp_path: Path) -> None:
     kind, name = weights
-    make(kind, tmp_path)
-    tensors = load_file(tmp_path / name)
-    first = next(tensor_name for tensor_name, value in tensors.items() if value.is_floating_point())
-    tensors[first] = tensors[first].to(torch.int8) if fault == "int8" else tensors[first].fill_(torch.nan)
-    save_file(tensors, tmp_path / name)
+    save_artifact(kind, tmp_path)
+    path = tmp_path / name
     if fault == "no safetensors file":
-        (tmp_path / name).write_bytes(b"\x80\x04N.")
-    reseal(kind, tmp_path)
-    field = name if fault == "no safetensors file" else first
+        field = name
+        path.write_bytes(b"\x80\x04N.")
+    else:
+        tensors = load_file(path)
+        field = next(tensor_name for tensor_name, tensor in tensors.items() if tensor.is_floating_point())
+        tensors[field] = tensors[field].to(torch.int8) if fault == "int8" else tensors[field].fill_(torch.nan)
+        save_file(tensors, path)
+    record_digests_again(kind, tmp_path)
     cannot_be_loaded(tmp_path, field, "file")
     with refused(field, "file"):
         plan_upload(tmp_path, REPO)
@@ -163,7 +184,7 @@ CONTENTS = ["{}", "{", "[" * 100_000, '{"a":' * 100_000, "NaN", "1e999", '"\\ud8
 
 @pytest.mark.parametrize(("kind", "content"), zip(itertools.cycle(KINDS), CONTENTS, strict=False))
 def test_a_configuration_that_is_none_is_named(kind: str, content: str, tmp_path: Path) -> None:
-    make(kind, tmp_path)
+    save_artifact(kind, tmp_path)
     path = tmp_path / KINDS[kind].files[-1]
     for encoding in ("utf-8", "utf-16"):
         path.write_text(content, encoding=encoding)
@@ -171,7 +192,7 @@ def test_a_configuration_that_is_none_is_named(kind: str, content: str, tmp_path
 
 
 def test_a_configuration_with_a_byte_order_mark_is_read(kind: str, tmp_path: Path) -> None:
-    make(kind, tmp_path)
+    save_artifact(kind, tmp_path)
     path = tmp_path / KINDS[kind].files[-1]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     KINDS[kind].load(tmp_path)
@@ -189,7 +210,7 @@ def test_a_configuration_with_a_byte_order_mark_is_read(kind: str, tmp_path: Pat
         "[]",
     ],
 )
-def test_an_odd_header_of_tensors_is_one_line(header: str, tmp_path: Path) -> None:
+def test_a_bad_header_of_tensors_is_one_line(header: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     for length in (len(header), len(header) + 1000, 2**63):
         path.write_bytes(length.to_bytes(8, "little") + header.encode() + bytes(4))
@@ -202,7 +223,7 @@ def test_an_odd_header_of_tensors_is_one_line(header: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("base", "given", "lines"),
+    ("base", "license_of_user", "lines"),
     [
         ("meta-llama/Llama-3.1-8B-Instruct", None, ["license: llama3.1"]),
         ("meta-llama/Llama-3.1-8B-Instruct", "mit", ["license: mit"]),
@@ -210,23 +231,35 @@ def test_an_odd_header_of_tensors_is_one_line(header: str, tmp_path: Path) -> No
         ("target", None, ["license: other", "license_name: license-of-the-base-model"]),
     ],
 )
-def test_the_card_has_the_licence_of_the_base_model(base: str, given: str | None, lines: list[str]) -> None:
-    card = tiny_retrieval_head().card(CardBasics("Tiny", Provenance(base), license=given)).splitlines()
+def test_the_card_has_the_licence_of_the_base_model(base: str, license_of_user: str | None, lines: list[str]) -> None:
+    basics = CardBasics("Tiny", Provenance(base), license=license_of_user)
+    card = tiny_retrieval_head().card(basics).splitlines()
     assert set(lines) <= set(card)
     assert sum(line.startswith("license: ") for line in card) == 1
-    assert any(line.startswith("base_model: ") for line in card) == ("/" in base)
+    is_on_hub = "/" in base
+    assert any(line.startswith("base_model: ") for line in card) == is_on_hub
 
 
 def test_the_card_describes_the_training_and_escapes_names_from_outside(kind: str, tmp_path: Path) -> None:
     sources = {"essays": 7, "a|b\n<script>{{ 1 }}": 1}
-    card = make(kind, tmp_path).card(CardBasics("Tiny\nmodel", ORIGIN, sources, "Public domain."), "| kl | 2.5 |")
+    basics = CardBasics("Tiny\nmodel", ORIGIN, sources, "Public domain.")
+    card = save_artifact(kind, tmp_path).card(basics, "| kl | 2.5 |")
     lines = card.splitlines()
-    listed = "Samples by source: essays (7); a\\|b \\<script>{{ 1 }} (1)."
-    for line in ("# Tiny model", "- steps: 3", listed, "Public domain."):
-        assert line in lines
-    assert "| kl | 2.5 |" in lines and "`v1`" in card
+    assert "# Tiny model" in lines
+    assert "- steps: 3" in lines
+    assert "Samples by source: essays (7); a\\|b \\<script>{{ 1 }} (1)." in lines
+    assert "Public domain." in lines
+    assert "| kl | 2.5 |" in lines
+    assert "`v1`" in card
     evaluated = with_evaluation(with_evaluation(card, "| first |"), "| second |")
-    assert "| first |" not in evaluated and evaluated.startswith(card) and evaluated.count("## Evaluation") == 1
+    assert evaluated.startswith(card)
+    assert evaluated.count("## Evaluation") == 1
+    assert "| first |" not in evaluated
+
+
+def markup_of(lines: list[str]) -> list[tuple[bool, bool, bool]]:
+    """Which lines are headings, fences of code, and fences of metadata."""
+    return [(line.startswith("#"), line.startswith("```"), line == "---") for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -235,18 +268,19 @@ def test_the_card_describes_the_training_and_escapes_names_from_outside(kind: st
 )
 def test_no_text_from_outside_breaks_a_card(kind: str, hostile: str, tmp_path: Path) -> None:
     """Its metadata are YAML, its tables have their columns, its headings and code are its own."""
+    artifact = save_artifact(kind, tmp_path)
+    harmless_origin = Provenance("ada/x", Identity("v", "t", "a", "d"), {"a": "b"}, "0")
+    expected_lines = artifact.card(CardBasics("Of", harmless_origin, {"x": 3})).splitlines()
+
     identity = Identity(hostile, hostile, hostile, hostile)
     origin = Provenance(f"ada/x{hostile}", identity, {hostile: hostile}, hostile)
-    made, plain = make(kind, tmp_path), Provenance("ada/x", Identity("v", "t", "a", "d"), {"a": "b"}, "0")
-    card = made.card(CardBasics(f"Of {hostile}", origin, {hostile: 3}))
-    expected = made.card(CardBasics("Of", plain, {"x": 3})).splitlines()
+    card = artifact.card(CardBasics(f"Of {hostile}", origin, {hostile: 3}))
     lines = card.splitlines()
-    assert len(lines) == len(expected)
-    shape = [(line.startswith("#"), line.startswith("```"), line == "---") for line in lines]
-    assert shape == [(line.startswith("#"), line.startswith("```"), line == "---") for line in expected]
+    assert markup_of(lines) == markup_of(expected_lines)
     assert ModelCard(card).data.get("license") == "other"
-    (row,) = [line for line in lines if line.startswith("Samples by source: ") and line.endswith(" (3).")]
-    assert "](" not in row and all(each.isprintable() for each in "".join(lines))
+    (line_of_sources,) = [line for line in lines if line.startswith("Samples by source: ") and line.endswith(" (3).")]
+    assert "](" not in line_of_sources
+    assert "".join(lines).isprintable()
 
 
 # Push
@@ -263,7 +297,7 @@ def adapter(saved: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def _expected(folder: Path) -> dict[str, bytes]:
+def files_to_push(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in (*FILES, "README.md", "loss.png")}
 
 
@@ -271,23 +305,30 @@ def test_push_sends_the_adapters_files_and_nothing_else(
     hub: FakeHub, saved: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     upload = plan_upload(saved, REPO)
-    described = upload.describe()
-    assert hub.requests == [] and f"to {hub.url}/{REPO} (private" in described
-    for name, data in _expected(saved).items():
-        line = next(line for line in described.splitlines() if line.endswith(f"  {saved / name}"))
+    description = upload.describe()
+    assert hub.requests == []
+    assert f"to {hub.url}/{REPO} (private" in description
+    for name, data in files_to_push(saved).items():
+        line = next(line for line in description.splitlines() if line.endswith(f"  {saved / name}"))
         assert f"{len(data):,} bytes  sha256:{hashlib.sha256(data).hexdigest()}" in line
     assert upload.left_out == ("checkpoint-10", "pytorch_model.bin", "secret.txt")
+
     assert push(upload) == f"{hub.url}/{REPO}/commit/{COMMIT}"
-    assert hub.files == _expected(saved) and hub.created["visibility"] == "private"
-    about_the_repository = {route: token for route, token in hub.tokens.items() if REPO in route or "/repos/" in route}
-    assert len(about_the_repository) >= 4 and set(about_the_repository.values()) == {f"Bearer {TOKEN}"}
-    assert TOKEN not in "".join(capfd.readouterr()) + described
-    hub.exists_in_public, hub.files = True, {}
+    assert hub.files == files_to_push(saved)
+    assert hub.created["visibility"] == "private"
+    tokens = [token for route, token in hub.tokens.items() if REPO in route or "/repos/" in route]
+    assert len(tokens) >= 4
+    assert set(tokens) == {f"Bearer {TOKEN}"}
+    output, errors = capfd.readouterr()
+    assert TOKEN not in output + errors + description
+
+    hub.exists_in_public = True
+    hub.files = {}
     with refused("public", "conflict"):
         push(upload)
     assert hub.files == {}
     push(plan_upload(saved, REPO, public=True))
-    assert hub.files == _expected(saved)
+    assert hub.files == files_to_push(saved)
 
 
 def test_links_hidden_files_and_other_content_are_left_out(adapter: Path, tmp_path: Path) -> None:
@@ -300,14 +341,18 @@ def test_links_hidden_files_and_other_content_are_left_out(adapter: Path, tmp_pa
     upload = plan_upload(adapter, REPO)
     assert upload.files == (*FILES, "README.md", "loss.png")
     assert {"linked.png", ".hidden.png", "text.png", "folder.png"} <= {*upload.left_out}
-    assert "\x1b" not in upload.describe() and r"line\n\x1b[2Jbreak" in upload.describe()
+    description = upload.describe()
+    assert "\x1b" not in description
+    assert r"line\n\x1b[2Jbreak" in description
+
+    elsewhere = tmp_path / "elsewhere"
     for name in (FILES[1], "README.md"):
-        (adapter / name).rename(tmp_path / "elsewhere")
-        (adapter / name).symlink_to(tmp_path / "elsewhere")
+        (adapter / name).rename(elsewhere)
+        (adapter / name).symlink_to(elsewhere)
         with pytest.raises(UserError, match=f"{re.escape(name)}: only regular files are sent"):
             plan_upload(adapter, REPO)
         (adapter / name).unlink()
-        (tmp_path / "elsewhere").rename(adapter / name)
+        elsewhere.rename(adapter / name)
     (adapter / "README.md").unlink()
     with refused("README.md", "missing"):
         plan_upload(adapter, REPO)
@@ -337,19 +382,25 @@ def test_push_needs_a_token_and_a_hub(
 def test_every_artifact_is_pushed_and_fetched(
     hub: FakeHub, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(kind, tmp_path / "made")
-    push(plan_upload(tmp_path / "made", REPO))
-    fetched, requests = fetch(REPO), len(hub.requests)
+    saved = tmp_path / "saved"
+    save_artifact(kind, saved)
+    push(plan_upload(saved, REPO))
+    fetched = fetch(REPO)
+    assert kind_of(fetched) is KINDS[kind]
+    assert contents(fetched) == hub.files
+    requests = len(hub.requests)
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert fetch(REPO) == fetched and len(hub.requests) == requests
-    assert kind_of(fetched) is KINDS[kind]
-    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
-    artifact, hub.files = KINDS[kind].from_pretrained(tmp_path / "made"), {}
+        assert fetch(REPO) == fetched
+    assert len(hub.requests) == requests
+
+    artifact = KINDS[kind].from_pretrained(saved)
+    hub.files = {}
     artifact.push_to_hub(REPO)
     assert hub.created["visibility"] == "private"
     assert hub.files.keys() == {*artifact.files, *artifact.optional, "README.md"}
-    assert f'from_pretrained("{REPO}"' in hub.files["README.md"].decode() and "OR_HUB_ID" not in str(hub.files)
+    assert f'from_pretrained("{REPO}"' in hub.files["README.md"].decode()
+    assert "OR_HUB_ID" not in str(hub.files)
     constants.HF_HUB_CACHE = str(tmp_path / "other cache")
     assert KINDS[kind].from_pretrained(REPO).provenance == ORIGIN
 
@@ -358,13 +409,13 @@ def test_every_artifact_is_pushed_and_fetched(
 
 
 def test_fetched_names_stay_in_their_folder(hub: FakeHub, saved: Path, tmp_path: Path) -> None:
-    before = set(tmp_path.parent.iterdir())
+    folders_beside = set(tmp_path.parent.iterdir())
     escapes = ("../escape.png", "../../../../escape.png", "/escape.png", "sub/README.md", "adapter_model.bin")
-    hub.files = _expected(saved) | dict.fromkeys(escapes, b"\x80\x04N.")
+    hub.files = files_to_push(saved) | dict.fromkeys(escapes, b"\x80\x04N.")
     fetched = fetch(REPO)
     assert {path.name for path in fetched.rglob("*")} == {*FILES, "README.md"}
-    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("escape")]
-    assert set(tmp_path.parent.iterdir()) == before
+    assert not [*tmp_path.rglob("escape*")]
+    assert set(tmp_path.parent.iterdir()) == folders_beside
 
 
 def test_unknown_references_are_named(hub: FakeHub, tmp_path: Path) -> None:
@@ -386,8 +437,7 @@ def test_public_heads_are_fetched_also_as_a_pickle(hub: FakeHub, tmp_path: Path)
     (tmp_path / "public" / "README.md").write_text("# Card")
     push(plan_upload(tmp_path / "public", REPO))
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
-    folder = write_pickled_head(tmp_path / "pickled")
-    hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.files = contents(write_pickled_head(tmp_path / "pickled"))
     constants.HF_HUB_CACHE = str(tmp_path / "other cache")
     head = DraftHead.from_pretrained(REPO)
     assert torch.equal(head.lm_head.weight, eagle3_tensors(LLAMA3)["lm_head.weight"])
@@ -422,7 +472,7 @@ def test_a_refusal_is_one_line_and_the_next_push_succeeds(
     hub.faults = [(route, status)] * 12  # more often than the client tries
     with refused("artifact", "service") as caught:
         push(plan_upload(saved, REPO))
-    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+    assert TOKEN not in str(caught.value)
     assert hub.files == {}, "a commit is all or nothing"
     hub.faults = [("POST /api/repos/create", 409), ("PUT /lfs/", 503)]  # another push made it; busy once
     hub.created = {"visibility": "private"}
@@ -437,6 +487,8 @@ def test_a_download_that_breaks_leaves_no_half_file(hub: FakeHub, saved: Path) -
         hub.faults = [fault] * 40
         with refused("artifact", "service") as caught:
             fetch(REPO)
-        assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+        assert TOKEN not in str(caught.value)
     hub.faults = []
-    assert all((fetch(REPO) / name).read_bytes() == (saved / name).read_bytes() for name in FILES)
+    fetched = fetch(REPO)
+    for name in FILES:
+        assert (fetched / name).read_bytes() == (saved / name).read_bytes()

@@ -1,9 +1,11 @@
 """What a killed build of DeepSpeed's extensions leaves is named, and a build that goes on is left alone."""
 
+import itertools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,16 +25,16 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "deepspeed_shm_comm" / "lock"
     path.parent.mkdir()
     path.touch()
-    before = time.time() - 600
-    os.utime(path, (before, before))
+    ten_minutes_ago = time.time() - 600
+    os.utime(path, (ten_minutes_ago, ten_minutes_ago))
     return path
 
 
 def test_a_lock_that_nobody_holds_is_named(lock: Path) -> None:
-    for each in (check_builds, launched):
+    for function in (check_builds, launched):
         with refused("lock", "file") as caught:
-            each()
-        assert str(caught.value).startswith(f"{lock}: ") and "\n" not in str(caught.value)
+            function()
+        assert str(caught.value).startswith(f"{lock}: ")
     lock.unlink()
     check_builds()
 
@@ -48,20 +50,25 @@ def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
         check_builds()
 
 
-@pytest.mark.parametrize(("count", "shares"), [(1, [5]), (2, [3, 3]), (4, [2, 2, 2, 2])])
+@pytest.mark.parametrize(("processes", "shares"), [(1, [5]), (2, [3, 3]), (4, [2, 2, 2, 2])])
 def test_each_process_does_its_share_and_all_get_everything_in_order(
-    monkeypatch: pytest.MonkeyPatch, count: int, shares: list[int]
+    monkeypatch: pytest.MonkeyPatch, processes: int, shares: list[int]
 ) -> None:
     """The processes take turns: first each works, then each gathers what all have made."""
-    done: list[list[int]] = [[] for _ in range(count)]
+    items = [1, 2, 3, 4, 5]
+    items_of_process: list[list[int]] = [[] for _ in range(processes)]
 
-    def as_process(index: int, own: list[int], gathered: list[int]) -> Any:
-        monkeypatch.setattr(distributed, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
+    def map_in_process(index: int, function: Callable[[int], None], gathered: list[int]) -> list[Any]:
+        launch = SimpleNamespace(num_processes=processes, process_index=index)
+        monkeypatch.setattr(distributed, "launched", lambda: launch)
         monkeypatch.setattr(distributed, "gather_object", lambda _: gathered)
-        return distributed.map_over_processes(own.append, [1, 2, 3, 4, 5])
+        return distributed.map_over_processes(function, items)
 
-    for index in range(count):
-        as_process(index, done[index], [0] * 100)
-    assert [len(own) for own in done] == shares and {part for own in done for part in own} == {1, 2, 3, 4, 5}
-    for index in range(count):
-        assert as_process(index, [], [10 * part for own in done for part in own]) == [10, 20, 30, 40, 50]
+    for index in range(processes):
+        map_in_process(index, items_of_process[index].append, [0] * 100)
+    assert [len(share) for share in items_of_process] == shares
+    items_done = [*itertools.chain(*items_of_process)]
+    assert {*items_done} == {*items}
+    results = [10 * item for item in items_done]
+    for index in range(processes):
+        assert map_in_process(index, lambda _: None, results) == [10, 20, 30, 40, 50]

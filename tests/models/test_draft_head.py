@@ -1,5 +1,6 @@
 """Draft heads against slow ones, public folders that load, ours that come back, pickles, and what is refused."""
 
+import copy
 import json
 import os
 import pickle
@@ -50,55 +51,52 @@ def folder(tmp_path: Path) -> Path:
     return write_head(tmp_path / "head", LLAMA3, eagle3_tensors(LLAMA3))
 
 
-def head_of(config: dict[str, Any]) -> tuple[DraftHead, dict[str, Tensor]]:
-    tensors = eagle3_tensors(config)
-    head = DraftHead(LlamaConfig.from_dict(config))
-    head.load_state_dict(tensors)
-    return head.requires_grad_(False), tensors
-
-
-def rows(config: dict[str, Any], count: int = 6) -> tuple[Tensor, Tensor]:
-    """Embeddings [1, count, hidden] and features [1, count, 3 * width]."""
+def random_inputs(config: dict[str, Any], count: int = 6) -> tuple[Tensor, Tensor]:
+    """Embeddings [1, count, hidden] and features [1, count, 3 * hidden of the base model]."""
     generator = torch.Generator().manual_seed(1)
-    width = config.get("target_hidden_size", config["hidden_size"])
-    embeddings = torch.randn(1, count, config["hidden_size"], generator=generator)
-    return embeddings, 3 * torch.randn(1, count, 3 * width, generator=generator)
+    hidden = config["hidden_size"]
+    target_hidden = config.get("target_hidden_size", hidden)
+    embeddings = torch.randn(1, count, hidden, generator=generator)
+    features = 3 * torch.randn(1, count, 3 * target_hidden, generator=generator)
+    return embeddings, features
 
 
 # The layers
 
 
 @pytest.mark.parametrize("name", EAGLE3_CONFIGS)
+@torch.no_grad()
 def test_a_public_eagle3_head_is_the_slow_one(name, tmp_path):
     config = EAGLE3_CONFIGS[name]
     tensors = eagle3_tensors(config)
-    repeated = {"embed_tokens.weight": torch.zeros(128, 32)}
-    head = DraftHead.load(write_head(tmp_path, config, tensors | repeated))
-    embeddings, features = rows(config)
-    with torch.no_grad():
-        hidden = head(embeddings, head.combine(features), 3 + POSITIONS, causal_attend)
-        logits = head.logits(hidden)[0]
-    expected = slow_heads.eagle3(tensors, config, embeddings[0], features[0], start=3)
-    assert_close(logits, slow_heads.eagle3_logits(tensors, config, expected))
-    if config.get("norm_output"):
-        expected = torch.stack(
-            [slow_heads.norm(row, tensors["norm.weight"], config["rms_norm_eps"]) for row in expected]
-        )
-    assert_close(hidden[0], expected)
-    assert head.target_ids(torch.arange(24)).tolist() == tensors["t2d"].nonzero().flatten().tolist()
+    unused_embedding = {"embed_tokens.weight": torch.zeros(128, 32)}
+    head = DraftHead.load(write_head(tmp_path, config, tensors | unused_embedding))
     assert not head.training
+    embeddings, features = random_inputs(config)
+    hidden = head(embeddings, head.combine(features), 3 + POSITIONS, causal_attend)
+    expected = slow_heads.eagle3(tensors, config, embeddings[0], features[0], start=3)
+    expected_logits = slow_heads.eagle3_logits(tensors, config, expected)
+    assert_close(head.logits(hidden)[0], expected_logits)
+    if config.get("norm_output"):
+        normed = [slow_heads.norm(row, tensors["norm.weight"], config["rms_norm_eps"]) for row in expected]
+        expected = torch.stack(normed)
+    assert_close(hidden[0], expected)
+    drafted_ids = tensors["t2d"].nonzero().flatten()
+    assert torch.equal(head.target_ids(torch.arange(24)), drafted_ids)
 
 
 @pytest.mark.parametrize("name", EAGLE1_CONFIGS)
+@torch.no_grad()
 def test_a_public_eagle1_head_is_the_slow_one(name, tmp_path):
-    config, model = EAGLE1_CONFIGS[name], tiny_model()
+    config = EAGLE1_CONFIGS[name]
+    model = tiny_model()
     tensors = eagle1_tensors(config)
     head = EagleHead.load(write_head(tmp_path, config, tensors), model)
-    assert isinstance(head, FeatureHead) and "lm_head.weight" not in head.state_dict()
+    assert isinstance(head, FeatureHead)
+    assert "lm_head.weight" not in head.state_dict()
     embeddings, features = torch.randn(2, 1, 6, 32).unbind()
-    with torch.no_grad():
-        hidden = head(embeddings, head.combine(features), POSITIONS, causal_attend)
-        logits = head.logits(hidden)[0]
+    hidden = head(embeddings, head.combine(features), POSITIONS, causal_attend)
+    logits = head.logits(hidden)[0]
     expected = slow_heads.eagle1(tensors, config, embeddings[0], features[0])
     assert_close(hidden[0], expected)
     assert_close(logits, expected @ model.lm_head.weight.T)
@@ -111,8 +109,10 @@ def test_a_public_eagle1_head_is_the_slow_one(name, tmp_path):
 
 
 def test_the_feature_layers_are_the_named_ones_or_eagle3s():
-    assert head_of(QWEN3)[0].layers_of(tiny_model()) == (0, 1, 2)
-    assert default_feature_layers(8) == (1, 3, 4) and default_feature_layers(32) == (1, 15, 28)
+    head = DraftHead(LlamaConfig.from_dict(QWEN3))
+    assert head.layers_of(tiny_model()) == (0, 1, 2)
+    assert default_feature_layers(8) == (1, 3, 4)
+    assert default_feature_layers(32) == (1, 15, 28)
     with refused("layers", "model"):
         default_feature_layers(6)
 
@@ -120,32 +120,44 @@ def test_the_feature_layers_are_the_named_ones_or_eagle3s():
 # Folders
 
 
-@pytest.mark.parametrize("make", [eagle3_tensors, eagle1_tensors], ids=["EAGLE-3", "EAGLE-1"])
-def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
-    model, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
+@pytest.mark.parametrize(
+    ("config", "tensors_of"), [(LLAMA3, eagle3_tensors), (EAGLE1, eagle1_tensors)], ids=["EAGLE-3", "EAGLE-1"]
+)
+def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, config, tensors_of):
+    model = tiny_model()
     embedding = model.get_input_embeddings().weight.detach()
+
+    def head_with(embedding: Tensor) -> Any:
+        tensors = tensors_of(config) | {"embed_tokens.weight": embedding}
+        return EagleHead.load(write_head(tmp_path, config, tensors), model)
+
     for dtype in (torch.float32, torch.bfloat16):  # the model's own, rounded
-        repeated = {"embed_tokens.weight": embedding.to(dtype)}
-        head = EagleHead.load(write_head(tmp_path, config, make(config) | repeated), model)
-        assert head.own_embedding is None and head.embedding(model) is model.get_input_embeddings()
-    own = embedding.clone()
-    own[7] += 0.5
-    head = EagleHead.load(write_head(tmp_path, config, make(config) | {"embed_tokens.weight": own}), model)
-    assert torch.equal(head.embedding(model)(torch.tensor([[7, 8]])), own[[7, 8]][None])
-    assert not [each for each in head.parameters() if each.shape == own.shape]
+        head = head_with(embedding.to(dtype))
+        assert head.own_embedding is None
+        assert head.embedding(model) is model.get_input_embeddings()
+
+    own_embedding = embedding.clone()
+    own_embedding[7] += 0.5
+    head = head_with(own_embedding)
+    assert torch.equal(head.embedding(model)(torch.tensor([[7, 8]])), own_embedding[[7, 8]][None])
+    assert not [parameter for parameter in head.parameters() if parameter.shape == embedding.shape]
+    with_models_embedding = copy.copy(head)
+    with_models_embedding.own_embedding = None
     features = torch.randn(1, 3, 32 * len(head.layers_of(tiny_model(num_hidden_layers=8))))
-    drafts = []
-    for token in (7, 9):
-        ids = torch.tensor([[token, token, token]])
+
+    def reads_the_same(token: int) -> bool:
+        """As with the model's embedding."""
+        ids = torch.full((1, 3), token)
         hidden = ChainDrafter(head, model).read(features, ids)
-        head.own_embedding, kept = None, head.own_embedding
-        drafts.append((hidden, ChainDrafter(head, model).read(features, ids)))
-        head.own_embedding = kept
-    assert not torch.equal(*drafts[0]) and torch.equal(*drafts[1])
+        return torch.equal(hidden, ChainDrafter(with_models_embedding, model).read(features, ids))
+
+    assert not reads_the_same(7)
+    assert reads_the_same(9)
     if isinstance(head, DraftHead):
         head.save(tmp_path / "ours", Provenance("ada/tiny"))
-        again = DraftHead.load(tmp_path / "ours", model)
-        assert again.own_embedding is not None and torch.equal(again.own_embedding, own)
+        loaded = DraftHead.load(tmp_path / "ours", model)
+        assert loaded.own_embedding is not None
+        assert torch.equal(loaded.own_embedding, own_embedding)
         assert json.loads((tmp_path / "ours/config.json").read_text())["target_hidden_size"] == 32  # as EAGLE expects
 
 
@@ -165,29 +177,40 @@ def test_a_saved_head_comes_back_under_public_names(tmp_path, changes, theta):
     head = DraftHead.load(write_head(tmp_path / "public", config, numbered))
     head.save(tmp_path / "ours", Provenance("ada/tiny"))
     assert load_file(tmp_path / "ours" / "model.safetensors").keys() == tensors.keys()
-    again = DraftHead.load(tmp_path / "ours")
-    embeddings, features = rows(config)
-    outputs = [each(embeddings, each.combine(features), POSITIONS, causal_attend) for each in (head, again)]
-    assert torch.equal(*outputs)
-    assert torch.equal(head.logits(outputs[0]), again.logits(outputs[1]))
-    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    loaded = DraftHead.load(tmp_path / "ours")
+    embeddings, features = random_inputs(config)
+    hidden = head(embeddings, head.combine(features), POSITIONS, causal_attend)
+    hidden_of_loaded = loaded(embeddings, loaded.combine(features), POSITIONS, causal_attend)
+    assert torch.equal(hidden, hidden_of_loaded)
+    assert torch.equal(head.logits(hidden), loaded.logits(hidden_of_loaded))
+
+    saved_config = json.loads((tmp_path / "ours" / "config.json").read_text())
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
-        assert written[name] == config[name], name
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"] and written["torch_dtype"] == "float32"
-    assert (written["rope_theta"], written["rope_scaling"]) == (theta, None if theta == 10000.0 else YARN)
-    assert ("target_hidden_size" in written) == ("target_hidden_size" in changes)  # EAGLE's code would read another
+        assert saved_config[name] == config[name], name
+    assert saved_config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert saved_config["torch_dtype"] == "float32"
+    assert saved_config["rope_theta"] == theta
+    assert saved_config["rope_scaling"] == (None if theta == 10000.0 else YARN)
+    # EAGLE's code would read another
+    assert ("target_hidden_size" in saved_config) == ("target_hidden_size" in changes)
 
 
 def test_a_head_takes_its_models_dtype_or_its_files_and_angles_stay_exact(folder):
     far = torch.zeros(1, 1, 32), torch.tensor([[39_999]])
-    expected = DraftHead.load(folder).rotary_emb(*far)
-    half = {name: each.half() if each.is_floating_point() else each for name, each in eagle3_tensors(LLAMA3).items()}
-    save_file(half, folder / "model.safetensors")
-    assert {each.dtype for each in DraftHead.load(folder).parameters()} == {torch.float16}
+    cosine, sine = DraftHead.load(folder).rotary_emb(*far)
+    tensors = eagle3_tensors(LLAMA3)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor.half()
+    save_file(tensors, folder / "model.safetensors")
+    assert {parameter.dtype for parameter in DraftHead.load(folder).parameters()} == {torch.float16}
     head = DraftHead.load(folder, tiny_model().bfloat16())
-    assert {each.dtype for each in head.parameters()} == {torch.bfloat16}
-    assert (head.d2t.dtype, head.t2d.dtype) == (torch.int64, torch.bool)
-    assert all(torch.equal(*pair) for pair in zip(head.rotary_emb(*far), expected, strict=True))
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
+    assert head.d2t.dtype == torch.int64
+    assert head.t2d.dtype == torch.bool
+    cosine_of_bfloat16, sine_of_bfloat16 = head.rotary_emb(*far)
+    assert torch.equal(cosine_of_bfloat16, cosine)
+    assert torch.equal(sine_of_bfloat16, sine)
 
 
 # Refusals; `test_artifacts.py` has those of all artifacts
@@ -214,8 +237,8 @@ D2T = eagle3_tensors(LLAMA3)["d2t"]
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, changes, field, code):
-    tensors = {**eagle3_tensors(LLAMA3), **changes}
-    write_head(folder, LLAMA3, {name: each for name, each in tensors.items() if each is not None})
+    tensors = eagle3_tensors(LLAMA3) | changes
+    write_head(folder, LLAMA3, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     cannot_be_loaded(folder, field, code)
 
 
@@ -260,12 +283,14 @@ def test_a_pickled_head_is_read_and_can_be_saved(pickled, tmp_path, caplog, lega
     tensors = eagle3_tensors(LLAMA3)
     torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
     head = EagleHead.load(pickled)
-    assert [f"{pickled / 'pytorch_model.bin'}: a pickle" in line for line in caplog.messages] == [True]
+    (message,) = caplog.messages
+    assert f"{pickled / 'pytorch_model.bin'}: a pickle" in message
     head.save_pretrained(tmp_path / "out")
     for folder in (pickled, tmp_path / "out"):
         state = EagleHead.load(folder, tiny_model()).state_dict()
         assert state.keys() == tensors.keys()
-        assert all(torch.equal(value, tensors[name]) for name, value in state.items())
+        for name, tensor in state.items():
+            assert torch.equal(tensor, tensors[name])
 
 
 def test_a_pickle_that_runs_something_or_stands_for_any_size_is_not_read(pickled):
@@ -284,14 +309,17 @@ def test_a_pickle_that_runs_something_or_stands_for_any_size_is_not_read(pickled
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("legacy", [False, True])
 def test_whatever_a_damaged_pickle_raises_is_one_line(pickled, legacy):
-    path, rng = pickled / "pytorch_model.bin", random.Random(0)
+    path = pickled / "pytorch_model.bin"
     torch.save({"a": torch.ones(3, 4), "b.c": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
-    whole = path.read_bytes()
+    content = path.read_bytes()
+    rng = random.Random(0)
     for _ in range(60):
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         for _ in range(rng.choice((1, 3, 20))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        path.write_bytes(bytes(damaged[: rng.choice((len(damaged), rng.randrange(len(damaged))))]))
+        length = rng.choice((len(damaged), rng.randrange(len(damaged))))
+        path.write_bytes(bytes(damaged[:length]))
         with pytest.raises(UserError) as error:
             EagleHead.load(pickled)
-        assert error.value.code == "file" and "\n" not in str(error.value)
+        assert error.value.code == "file"
+        assert "\n" not in str(error.value)

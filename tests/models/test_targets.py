@@ -70,7 +70,8 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_loaded_frozen_and_pads_on_the_left(tmp_path: Path, family: str) -> None:
     target = load_target(str(save_tiny_target(tmp_path, family)))
-    assert target.name == target.model.config.name_or_path == str(tmp_path)
+    assert target.name == str(tmp_path)
+    assert target.model.config.name_or_path == str(tmp_path)
     assert target.version.startswith("sha256:")
     assert not target.model.training
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
@@ -93,8 +94,9 @@ def test_threads_that_load_at_the_same_time_leave_weights_tied(tmp_path: Path) -
     folder = str(save_tiny_target(tmp_path / "tied", tie_word_embeddings=True))
     for _ in range(3):
         with ThreadPoolExecutor(4) as pool:
-            loaded = [*pool.map(lambda _: load_target(folder, device="cpu"), range(4))]
-        assert all(each.model.lm_head.weight is each.model.model.embed_tokens.weight for each in loaded)
+            models = [*pool.map(lambda _: load_target(folder, device="cpu").model, range(4))]
+        for model in models:
+            assert model.lm_head.weight is model.model.embed_tokens.weight
     assert PreTrainedModel.tie_weights.__name__ == "tie_weights"
 
 
@@ -255,9 +257,9 @@ def test_an_installed_packaged_file_is_used_in_place_of_the_hubs_weights(
     monkeypatch.setattr(model_files, "dequantised", lambda path, digest: (path, digest))
     packaged = "tiny_packaged/model.gguf"
     assert located(HUB_ID, packaged=packaged, packaged_digest="x") == (package / "model.gguf", "x", {})
-    for others in ({"revision": "v1", "packaged": packaged}, {"packaged": "not_installed/model.gguf"}, {}):
-        options = {"revision": others.get("revision"), "local_files_only": False}
-        assert located(HUB_ID, **others) == (HUB_ID, None, options)
+    for options in ({"revision": "v1", "packaged": packaged}, {"packaged": "not_installed/model.gguf"}, {}):
+        options_of_hub = {"revision": options.get("revision"), "local_files_only": False}
+        assert located(HUB_ID, **options) == (HUB_ID, None, options_of_hub)
 
 
 @pytest.mark.usefixtures("offline")
@@ -298,16 +300,15 @@ def test_the_chat_template_and_what_it_refuses() -> None:
 def test_arguments_of_the_chat_template_go_with_the_target(tmp_path: Path) -> None:
     folder = save_tiny_target(tmp_path)
     tokenizer = tiny_tokenizer()
-    template = "{% if enable_thinking is defined and not enable_thinking %}quiet {% endif %}" + str(
-        tokenizer.chat_template
-    )
-    tokenizer.chat_template = template
+    quiet_start = "{% if enable_thinking is defined and not enable_thinking %}quiet {% endif %}"
+    tokenizer.chat_template = f"{quiet_start}{tokenizer.chat_template}"
     tokenizer.save_pretrained(str(folder))
     turns = [{"role": "user", "content": "Hello"}]
-    plain, quiet = load_target(str(folder)), load_target(str(folder), template={"enable_thinking": False})
-    assert chat_text(quiet.tokenizer, turns) == "quiet " + chat_text(plain.tokenizer, turns)
-    assert quiet.identity.template != plain.identity.template
-    assert load_target(str(folder), template={}).identity == plain.identity
+    default = load_target(str(folder))
+    quiet = load_target(str(folder), template={"enable_thinking": False})
+    assert chat_text(quiet.tokenizer, turns) == "quiet " + chat_text(default.tokenizer, turns)
+    assert quiet.identity.template != default.identity.template
+    assert load_target(str(folder), template={}).identity == default.identity
 
 
 def test_a_version_is_of_the_content(saved, folder):
@@ -348,7 +349,7 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
     tensors = {name: tensor * 1.01 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     changed = load_target(str(other), device="cpu")
-    for _ in range(2):
+    for _ in range(2):  # one line for both
         with artifact.attached(changed.model):
             pass
     (message,) = caplog.messages
@@ -356,32 +357,43 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
     assert f"(recorded: {target.version[:19]}, at hand: {changed.version[:19]}): evaluate it again" in message
 
 
-def with_token(tokenizer):
+def add_token(tokenizer):
     tokenizer.add_tokens(["<|extra|>"])
 
 
+def replace_template(tokenizer):
+    tokenizer.chat_template = "{{ messages }}"
+
+
+def change_nothing(tokenizer):
+    pass
+
+
 @pytest.mark.parametrize(
-    ("way", "spoil", "differs"),
+    ("loaded_by", "change", "differs"),
     [
-        ("from_pretrained", with_token, True),
-        ("resources", lambda tokenizer: setattr(tokenizer, "chat_template", "{{ messages }}"), True),
-        ("resources", lambda tokenizer: None, False),
+        ("from_pretrained", add_token, True),
+        ("make_method", replace_template, True),
+        ("make_method", change_nothing, False),
     ],
 )
-def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, differs, way):
+def test_an_adapter_of_other_prompts_gets_one_line(tmp_path, caplog, loaded_by, change, differs):
     tokenizer = tiny_tokenizer()
-    made = Provenance("ada/tiny", Identity(template=template_digest(tokenizer)))
+    provenance = Provenance("ada/tiny", Identity(template=template_digest(tokenizer)))
     folder = tmp_path / "adapter"
-    Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(folder, made, "# Card\n")
-    spoil(tokenizer)
+    Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(folder, provenance, "# Card\n")
+    change(tokenizer)
     with caplog.at_level(logging.WARNING, "keepsight"):
         for budget in (8, 9):
-            if way == "from_pretrained":
+            if loaded_by == "from_pretrained":
                 LookaheadKV.from_pretrained(folder, budget, tokenizer=tokenizer)
             else:
                 make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer, target=tiny_model()))
-    expected = f"{folder} was trained with another tokenizer or chat template (recorded: sha256:"
-    assert [message.startswith(expected) for message in caplog.messages] == [True] * differs
+    if differs:
+        (message,) = caplog.messages
+        assert message.startswith(f"{folder} was trained with another tokenizer or chat template (recorded: sha256:")
+    else:
+        assert caplog.messages == []
 
 
 SMALL: dict[str, Any] = {
@@ -393,7 +405,7 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 INTERFACE = "does not compute attention by transformers' AttentionInterface"
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"is_decoder": True}, INTERFACE),
     "falcon": ({}, INTERFACE),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
@@ -407,18 +419,25 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def other(kind: str) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | OTHERS[kind][0])).eval()
+def unsupported_model(model_type: str) -> Any:
+    changes, _ = UNSUPPORTED[model_type]
+    config = AutoConfig.for_model(model_type, **SMALL | changes)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 METHODS = [None, SnapKV(16, window=8), DapQ(16), Truncation(16)]
 
 
-@pytest.mark.parametrize(("kind", "method"), [*zip(OTHERS, itertools.cycle(METHODS), strict=False)], ids=str)
-def test_unsupported_models_are_refused_in_one_line(kind, method):
+@pytest.mark.parametrize(("model_type", "method"), [*zip(UNSUPPORTED, itertools.cycle(METHODS), strict=False)], ids=str)
+def test_unsupported_models_are_refused_in_one_line(model_type, method):
+    model = unsupported_model(model_type)
+    ids, _ = prompt_ids(41)
     with pytest.raises(UserError) as error:
-        generate(other(kind), prompt_ids(41)[0], method, max_new_tokens=2)
-    assert error.value.code == "model" and "\n" not in str(error.value) and kind in str(error.value)
+        generate(model, ids, method, max_new_tokens=2)
+    message = str(error.value)
+    assert error.value.code == "model"
+    assert "\n" not in message
+    assert model_type in message
 
 
 def test_encoders_are_refused():
@@ -430,8 +449,9 @@ def test_encoders_are_refused():
 def test_layers_on_several_devices_are_refused():
     model = tiny_model()
     model.model.layers[1].to("meta")
+    ids, _ = prompt_ids(20)
     with refused("model.device_map", "model"):
-        generate(model, prompt_ids(20)[0], max_new_tokens=2)
+        generate(model, ids, max_new_tokens=2)
 
 
 def test_yarn_stretches_the_context():
@@ -443,15 +463,17 @@ def test_yarn_stretches_the_context():
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)[:, 60:]
     assert torch.equal(generate(model, ids, SnapKV(60, window=8), max_new_tokens=4), expected)
     assert generate(model, ids, DapQ(16), max_new_tokens=4).shape == (1, 4)
+    long_ids, _ = prompt_ids(100)
     with refused("prompt", "range"):
-        generate(model, prompt_ids(100)[0], DapQ(16), max_new_tokens=4)
+        generate(model, long_ids, DapQ(16), max_new_tokens=4)
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 CONTEXTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "default": (4096, {"rope_type": "default", "rope_theta": 10000.0}, 4096),
+    "default": (4096, DEFAULT, 4096),
     "linear": (4096, LINEAR, 16384),
     "linear of an original": (16384, LINEAR | {"original_max_position_embeddings": 4096}, 16384),
     "dynamic": (4096, LINEAR | {"rope_type": "dynamic"}, 16384),
@@ -465,21 +487,20 @@ CONTEXTS: dict[str, tuple[int, dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_every_kind_of_rope_stretches_the_context(kind: str) -> None:
-    named, rope, context = CONTEXTS[kind]
-    assert context_of(tiny_model(max_position_embeddings=named, rope_parameters=rope)) == context
+    max_position_embeddings, rope, context = CONTEXTS[kind]
+    model = tiny_model(max_position_embeddings=max_position_embeddings, rope_parameters=rope)
+    assert context_of(model) == context
 
 
 def test_linear_rope_of_one_kind_of_layers_does_not_stretch_the_context() -> None:
     """Gemma 3 names the extended length."""
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
-    model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": LINEAR, "sliding_attention": plain})
+    model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": LINEAR, "sliding_attention": DEFAULT})
     assert context_of(model) == 256
 
 
 def test_yarn_of_the_layers_with_full_attention_counts():
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
-    model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": rope, "sliding_attention": plain})
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
+    model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": yarn, "sliding_attention": DEFAULT})
     assert context_of(model) == 1024
 
 

@@ -20,13 +20,15 @@ TURNS = [{"role": "user", "content": "Two  words\nand \u00e9."}]
 @pytest.mark.parametrize("kind", tokenizers_of_all_kinds())
 def test_every_command_reads_a_chat_as_the_tokenizer_renders_it(kind: str) -> None:
     tokenizer = tokenizers_of_all_kinds()[kind]
-    ids = tokenizer.apply_chat_template(TURNS, tokenize=True, add_generation_prompt=True)["input_ids"]
+    expected = tokenizer.apply_chat_template(TURNS, tokenize=True, add_generation_prompt=True)["input_ids"]
     text = TURNS[0]["content"]
-    assert encode(tokenizer, [chat_text(tokenizer, TURNS)], special=False) == [ids]
-    assert render_prompt(0, Prompt("a", tuple(TURNS)), tokenizer).ids == ids
-    assert render(Sample("0", "a", 0, text, (), "exact", 1), tokenizer).prompt_ids.tolist() == ids
+    assert encode(tokenizer, [chat_text(tokenizer, TURNS)], special=False) == [expected]
+    prompt = Prompt("a", tuple(TURNS))
+    assert render_prompt(0, prompt, tokenizer).ids == expected
+    sample = Sample("0", "a", 0, text, (), "exact", 1)
+    assert render(sample, tokenizer).prompt_ids.tolist() == expected
     target = Target(tiny_model(vocab_size=len(tokenizer)), tokenizer, "tiny", "1")
-    assert [*_ids(text, True, target)] == ids
+    assert [*_ids(text, True, target)] == expected
 
 
 def test_a_class_that_renders_chats_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,36 +31,38 @@ PUBLIC_METHODS = {name for name in vars(Trainer) if not name.startswith("_")}
 
 def private_names(path: Path) -> set[str]:
     """Private attributes of other objects that a file reads or sets, also by `getattr` and its like."""
-    names = set[Any]()
+    names = set[str]()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Attribute):
             names.add(node.attr)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
-            names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
-    return {name for name in names if isinstance(name, str) and name.startswith("_")}
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    names.add(argument.value)
+    return {name for name in names if name.startswith("_")}
 
 
 def test_no_other_file_touches_a_private_name_of_transformers() -> None:
     """Names of classes of transformers that start with one underscore and are none of our own."""
-    ours = {Path(path).resolve(): private_names(Path(path)) for path in package_modules().values()}
     assert private_names(FILE) >= OF_TRANSFORMERS
-    for path, names in ours.items():
+    for module in package_modules().values():
+        path = Path(module).resolve()
         if path != FILE:
-            assert not names & OF_TRANSFORMERS, path
+            assert not private_names(path) & OF_TRANSFORMERS, path
             assert "f_locals" not in path.read_text("utf-8"), path
 
 
 def test_a_custom_generate_sees_what_its_caller_asked_for() -> None:
-    """The streamer, the assistant, the mask of ones and the caller's own cache, none of which it is given."""
-    seen: dict[str, Any] = {}
+    """The streamer, the assistant, the mask of ones and the caller's own cache, none of which `generate` passes on."""
+    arguments: dict[str, Any] = {}
 
-    class Look(CustomGenerate):
+    class NoteArguments(CustomGenerate):
         def answer(self, model: Any, request: Any) -> Any:
             raise AssertionError("`__call__` answers in its place")
 
         def __call__(self, model: Any, input_ids: Any, **options: Any) -> Any:  # type: ignore[override]
-            seen.update(internals.arguments_of_generate())
-            seen["past"] = options.get("past_key_values", options.get("cache"))
+            arguments.update(internals.arguments_of_generate())
+            arguments["cache"] = options.get("past_key_values", options.get("cache"))
             return input_ids
 
     class Streamer(BaseStreamer):
@@ -69,13 +71,20 @@ def test_a_custom_generate_sees_what_its_caller_asked_for() -> None:
         def end(self) -> None: ...
 
     assert internals.arguments_of_generate() == {}
-    model, ids = tiny_model(), prompt_ids(20)[0]
-    streamer, mask, cache = Streamer(), torch.ones_like(ids), DynamicCache()
-    model.generate(ids, custom_generate=Look(), streamer=streamer, attention_mask=mask, past_key_values=cache)
-    assert seen["streamer"] is streamer and seen["kwargs"]["attention_mask"] is mask and seen["self"] is model
-    assert internals.is_of_caller(seen["past"])
-    model.generate(ids, custom_generate=Look())
-    assert seen["streamer"] is None and not (seen["past"] and internals.is_of_caller(seen["past"]))
+    model = tiny_model()
+    ids, _ = prompt_ids(20)
+    streamer = Streamer()
+    mask = torch.ones_like(ids)
+    cache = DynamicCache()
+    model.generate(ids, custom_generate=NoteArguments(), streamer=streamer, attention_mask=mask, past_key_values=cache)
+    assert arguments["self"] is model
+    assert arguments["streamer"] is streamer
+    assert arguments["kwargs"]["attention_mask"] is mask
+    assert internals.is_of_caller(arguments["cache"])
+
+    model.generate(ids, custom_generate=NoteArguments())
+    assert arguments["streamer"] is None
+    assert not (arguments["cache"] and internals.is_of_caller(arguments["cache"]))
     with pytest.raises(UserError, match="assisted generation"):
         model.generate(ids, custom_generate=SnapKV(64), assistant_model=tiny_model())
 
@@ -100,6 +109,6 @@ def test_the_trainer_still_has_its_hooks(tmp_path: Path) -> None:
     internals.use_one_gpu(arguments)
     assert arguments.n_gpu == 1
     tree = ast.parse((FILE.parents[1] / "train" / "trainer.py").read_text("utf-8"))
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    overridden = {name for name in defined & vars(Trainer).keys() if not name.startswith("__")} - PUBLIC_METHODS
-    assert overridden == {*internals.TRAINER_HOOKS} - {"_prepare_inputs"}
+    our_functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    overridden = {name for name in our_functions & vars(Trainer).keys() if not name.startswith("__")}
+    assert overridden - PUBLIC_METHODS == {*internals.TRAINER_HOOKS} - {"_prepare_inputs"}
