@@ -16,7 +16,9 @@ def rounding(expected: Tensor, computed_in: torch.dtype | None = None) -> float:
     """How far apart two results that should be `expected` may be."""
     dtype = computed_in or expected.dtype
     finite = expected.detach().double()[expected.isfinite()]
-    return UNITS[dtype] * torch.finfo(dtype).eps * finite.abs().max().item() if finite.numel() else 0.0
+    if not finite.numel():
+        return 0.0
+    return UNITS[dtype] * torch.finfo(dtype).eps * finite.abs().max().item()
 
 
 def assert_close(actual: Any, expected: Any, computed_in: torch.dtype | None = None) -> None:
@@ -29,9 +31,10 @@ def assert_close(actual: Any, expected: Any, computed_in: torch.dtype | None = N
     """
     if isinstance(expected, Mapping):
         assert actual.keys() == expected.keys()
-        actual, expected = [actual[name] for name in expected], list(expected.values())
-    if isinstance(expected, Sequence):
-        for mine, its in zip(actual, expected, strict=True):
-            assert_close(mine, its, computed_in)
-        return
-    torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(expected, computed_in))
+        for name, tensor in expected.items():
+            assert_close(actual[name], tensor, computed_in)
+    elif isinstance(expected, Sequence):
+        for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+            assert_close(actual_tensor, expected_tensor, computed_in)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(expected, computed_in))

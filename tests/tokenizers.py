@@ -32,9 +32,13 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     words.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     words.decoder = decoders.Sequence(steps)
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, additional_special_tokens=special[3:], chat_template=TEMPLATE, **named
+        tokenizer_object=words,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=special[3:],
+        chat_template=TEMPLATE,
     )
 
 
@@ -75,14 +79,16 @@ class OwnChats(PreTrainedTokenizerBase):
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         vocabulary = self.get_vocab()
-        return vocabulary[tokens] if isinstance(tokens, str) else [vocabulary[token] for token in tokens]
+        if isinstance(tokens, str):
+            return vocabulary[tokens]
+        return [vocabulary[token] for token in tokens]
 
     def added_tokens_decoder(self) -> Any:  # type: ignore[override]  # mistral-common's is no property
         raise NotImplementedError("as in mistral-common's class: whoever calls it uses more than its public methods")
 
     def __call__(self, text: Any, add_special_tokens: bool = True, **_: Any) -> Any:
         if not isinstance(text, str):
-            return {"input_ids": [self(words, add_special_tokens)["input_ids"] for words in text]}
+            return {"input_ids": [self(line, add_special_tokens)["input_ids"] for line in text]}
         ids = [len(self.SPECIAL) + byte for byte in text.encode()]
         return {"input_ids": [1, *ids] if add_special_tokens else ids}
 
@@ -113,7 +119,10 @@ class OwnChats(PreTrainedTokenizerBase):
             return text if self.is_readable else text.replace(" ", "\u2581")
         ids = list[int]()
         for piece in re.split(r"(<s>|</s>|\[[A-Z_/]+\])", text):
-            ids += [self.SPECIAL.index(piece)] if piece in self.SPECIAL else self(piece, False)["input_ids"]
+            if piece in self.SPECIAL:
+                ids.append(self.SPECIAL.index(piece))
+            else:
+                ids += self(piece, False)["input_ids"]
         return {"input_ids": ids}
 
 
@@ -135,12 +144,15 @@ class ScriptedHead(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.script, self.step, self.vocabulary = [0], 0, vocabulary
+        self.script = [0]
+        self.step = 0
+        self.vocabulary = vocabulary
         self.weight = nn.Parameter(torch.zeros(vocabulary, 1), requires_grad=False)
 
     def say(self, tokens: list[int]) -> None:
         """Begin a script."""
-        self.script, self.step = tokens, 0
+        self.script = tokens
+        self.step = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, q, V] for hidden states [B, q, H]."""
