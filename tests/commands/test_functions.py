@@ -19,22 +19,36 @@ MODEL = {"id": "tiny", "device": "cpu"}
 
 
 def test_keys_are_written_as_they_are_typed() -> None:
-    keys = {"model": {"id": "a b"}, "methods": ["full", {"name": "snapkv", "window": 16}], "budgets": [64, 0.5]}
-    assert [*_overrides(Eval, keys | {"template": False, "adapter": None, "out": Path("x")})] == [
-        *("model.id=a b", 'methods=["full",{name: "snapkv",window: 16}]', "budgets=[64,0.5]"),
-        *("template=false", "adapter=null", "out=x"),
+    keys = {
+        "model": {"id": "a b"},
+        "methods": ["full", {"name": "snapkv", "window": 16}],
+        "budgets": [64, 0.5],
+        "template": False,
+        "adapter": None,
+        "out": Path("x"),
+    }
+    assert [*_overrides(Eval, keys)] == [
+        "model.id=a b",
+        'methods=["full",{name: "snapkv",window: 16}]',
+        "budgets=[64,0.5]",
+        "template=false",
+        "adapter=null",
+        "out=x",
     ]
 
 
-def test_dicts_that_are_values_and_any_text_arrive_as_given() -> None:
+def test_dicts_that_are_values_and_any_text_arrive_unchanged() -> None:
     keys = {
         "judge": {"options": {"effort": "low"}},
         "reuse": ["runs/é", 'a "b" \\'],
         "model": {"template": {"think": True}},
+        "recipe": "smollm2-135m",
+        "out": "x",
     }
-    config = configuration("eval", [*_overrides(Eval, keys | {"recipe": "smollm2-135m", "out": "x"})])
-    assert config.judge.options == {"effort": "low"} and config.model.template == {"think": True}
-    assert config.reuse == keys["reuse"]
+    config = configuration("eval", [*_overrides(Eval, keys)])
+    assert config.judge.options == {"effort": "low"}
+    assert config.model.template == {"think": True}
+    assert config.reuse == ["runs/é", 'a "b" \\']
 
 
 def test_evaluate_returns_the_summary(here: Path) -> None:
@@ -43,17 +57,26 @@ def test_evaluate_returns_the_summary(here: Path) -> None:
         model=MODEL, tasks=["niah_single"], lengths=[320], samples=2, methods=methods, budgets=[40], out="out", pages=0
     )
     with (here / "out" / "summary.csv").open(encoding="utf-8") as lines:
-        assert [{key: str(value) for key, value in row.items()} for row in csv_cells(rows)] == [*csv.DictReader(lines)]
-    assert {type(row["score"]) for row in rows} == {type(row["excess_nll"]) for row in rows} == {float}
-    assert rows[1]["budget"] == 40 and rows[0]["budget"] is None and rows.to_pandas()["n"].tolist() == [2, 2]
-    assert len(rows) == 2 and rows[0]["method"] == "full"
+        lines_of_summary = [*csv.DictReader(lines)]
+    full, snapkv = rows
+    assert [{key: str(value) for key, value in row.items()} for row in csv_cells(rows)] == lines_of_summary
+    assert full["method"] == "full"
+    assert full["budget"] is None
+    assert snapkv["budget"] == 40
+    for row in rows:
+        assert type(row["score"]) is float
+        assert type(row["excess_nll"]) is float
+    assert rows.to_pandas()["n"].tolist() == [2, 2]
     assert read_json(here / "out" / "settings.json", dict)["methods"] == methods
     with refused("task", "unknown"):
         keepsight.evaluate(model=MODEL, task=["niah"], out="out")
 
 
 def test_fit_returns_the_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr("keepsight.commands.fit.run", made.append)
-    assert keepsight.fit(model=MODEL, train={"steps": 3}, mixture="mixture.yaml", out="fitted") == Path("fitted")
-    assert made[0].model.id == "tiny" and made[0].train.steps == 3
+    configs: list[Any] = []
+    monkeypatch.setattr("keepsight.commands.fit.run", configs.append)
+    folder = keepsight.fit(model=MODEL, train={"steps": 3}, mixture="mixture.yaml", out="fitted")
+    assert folder == Path("fitted")
+    (config,) = configs
+    assert config.model.id == "tiny"
+    assert config.train.steps == 3

@@ -16,8 +16,10 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def methods_of(method: str) -> dict[str, Any]:
+    """The methods that a line of `methods=` makes, by name."""
     config = parse(Eval, [*TINY, f"methods=[{method}]"])
-    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, without_weights(config)))
+    resources = resources_of(config, without_weights(config))
+    variants = variants_of(config.methods, config.budgets, config.bits, resources)
     return {variant.name: variant.method for variant in variants}
 
 
@@ -25,15 +27,17 @@ def test_an_option_of_a_part_takes_each_value() -> None:
     methods = methods_of("{name: speckv, vary: {observer.drafter.lookahead: [2,8]}, label: drafted}")
     lookaheads = {name: method.observer.drafter.lookahead for name, method in methods.items()}
     assert lookaheads == {"drafted lookahead=2": 2, "drafted lookahead=8": 8}
-    assert all(method.observer.drafter.draft == LayerSubset((0, 2)) for method in methods.values())
+    for method in methods.values():
+        assert method.observer.drafter.draft == LayerSubset((0, 2))
 
 
 def test_options_are_combined_and_a_part_named_alone_gets_them() -> None:
     vary = "{observer.drafter.first: [1,4], pool.kernel: [1,7]}"
     methods = methods_of(f"{{name: dapq, observer: {{name: draft_tokens, drafter: prompt_ends}}, vary: {vary}}}")
-    found = {(method.observer.drafter.first, method.pool.kernel) for method in methods.values()}
-    assert found == {(1, 1), (1, 7), (4, 1), (4, 7)}
-    assert all(name.endswith(f"kernel={method.pool.kernel}") for name, method in methods.items())
+    combinations = {(method.observer.drafter.first, method.pool.kernel) for method in methods.values()}
+    assert combinations == {(1, 1), (1, 7), (4, 1), (4, 7)}
+    for name, method in methods.items():
+        assert name.endswith(f"kernel={method.pool.kernel}")
 
 
 @pytest.mark.parametrize("vary", ["3", "{window: 8}", "{window: []}"])
@@ -56,6 +60,6 @@ def test_a_method_names_its_own_draft() -> None:
         ("{name: snapkv, draft: {layers: [0]}}", "draft", "unknown"),
     ],
 )
-def test_drafts_that_are_none_are_refused(method: str, field: str, code: Any) -> None:
+def test_drafts_that_a_method_cannot_have_are_refused(method: str, field: str, code: Any) -> None:
     with refused(field, code):
         methods_of(method)

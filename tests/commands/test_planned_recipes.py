@@ -128,21 +128,34 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-ENTRIES = {  # layers with entries of their own, KV heads, dimensions; billions of parameters
-    "qwen3.5-4b": (8, 4, 256, 4, 5),
-    "qwen3.5-9b": (8, 4, 256, 9, 10),
-    "gemma4-e4b": (4, 2, 512, 7, 9),
-    "gemma4-12b": (8, 1, 512, 11, 13),
-    "ministral3-8b": (34, 8, 128, 8, 9),
-    "olmo3-7b": (8, 32, 128, 7, 8),
-    "gpt-oss-20b": (12, 8, 64, 20, 21),
-    "nemotron-h-8b": (4, 8, 128, 8, 9),
+ENTRIES = {
+    "qwen3.5-4b": (8, 4, 256),
+    "qwen3.5-9b": (8, 4, 256),
+    "gemma4-e4b": (4, 2, 512),
+    "gemma4-12b": (8, 1, 512),
+    "ministral3-8b": (34, 8, 128),
+    "olmo3-7b": (8, 32, 128),
+    "gpt-oss-20b": (12, 8, 64),
+    "nemotron-h-8b": (4, 8, 128),
 }
+"""Layers with entries of their own, KV heads and dimensions."""
+PARAMETERS = {
+    "qwen3.5-4b": (4e9, 5e9),
+    "qwen3.5-9b": (9e9, 10e9),
+    "gemma4-e4b": (7e9, 9e9),
+    "gemma4-12b": (11e9, 13e9),
+    "ministral3-8b": (8e9, 9e9),
+    "olmo3-7b": (7e9, 8e9),
+    "gpt-oss-20b": (20e9, 21e9),
+    "nemotron-h-8b": (8e9, 9e9),
+}
+"""Between which two numbers."""
 FAST = ("gemma4-e4b", "nemotron-h-8b")
 """Layers that differ and share entries; layers without any."""
 
 
-def write(name: str) -> None:
+def write_config(name: str) -> None:
+    """In a folder of that name."""
     Path(name).mkdir()
     Path(name, "config.json").write_text(json.dumps(PUBLISHED[name]))
 
@@ -154,12 +167,14 @@ def test_its_entries_are_planned_from_a_configuration(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(name)
+    write_config(name)
     model = outline_model(name)
-    layers, kv_heads, width, least, most = ENTRIES[name]
+    layers, kv_heads, width = ENTRIES[name]
     assert len(full_attention_layers(model.config)) == layers
-    assert (cached_kv_heads(model), head_width(model.config.get_text_config())) == (kv_heads, width)
-    assert least * 10**9 < sum(parameter.numel() for parameter in model.parameters()) < most * 10**9
+    assert cached_kv_heads(model) == kv_heads
+    assert head_width(model.config.get_text_config()) == width
+    least, most = PARAMETERS[name]
+    assert least < sum(parameter.numel() for parameter in model.parameters()) < most
     plan = plan_for(model, limit=80 * 2**30, requests=1, budget=1024)
     assert (plan.layers, plan.entry) == (layers, 2 * kv_heads * width * 2)
     assert RetrievalHead.untrained(model, "none", 64).config.num_key_value_heads == kv_heads
@@ -170,20 +185,22 @@ def test_its_recipe_is_found_by_architecture_and_size(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(name)
+    write_config(name)
     choice = choose_recipe(Train, {"model.id": name})
-    assert choice.name == name and choice.note.endswith("which is for this architecture and size")
-    own = parse(Train, [f"recipe={name}", "data=data", "out=out"])
-    assert own.model.id.count("/") == 1 and choose_recipe(Train, {"model.id": own.model.id}).name == name
-    shared = parse(Train, ["recipe=qwen3-8b", "data=data", "out=out"])
-    assert replace(own, model=shared.model) == shared, "settings are shared by size"
+    assert choice.name == name
+    assert choice.note.endswith("which is for this architecture and size")
+    config = parse(Train, [f"recipe={name}", "data=data", "out=out"])
+    assert config.model.id.count("/") == 1
+    assert choose_recipe(Train, {"model.id": config.model.id}).name == name
+    config_of_qwen = parse(Train, ["recipe=qwen3-8b", "data=data", "out=out"])
+    assert replace(config, model=config_of_qwen.model) == config_of_qwen, "settings are shared by size"
 
 
 def test_a_plan_says_what_a_token_takes(
     keepsight: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write("gemma4-12b")
+    write_config("gemma4-12b")
     printed = keepsight("plan", "recipe=gemma4-12b", "model.id=gemma4-12b", "memory=80GiB")
     assert "a token: 8 layers x 1 KV heads x 512 dimensions x 2 (keys, values) x 2 bytes = 16384 bytes" in printed
     assert "the model's context of 262144 tokens a request fits with every layer on the GPU" in printed

@@ -1,15 +1,25 @@
 """`keepsight report`, `keepsight compare` and `reuse=`: what is done with evaluations that are there."""
 
+import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepsight.commands.cli import main
 from keepsight.eval import sweep
-from keepsight.files import read_jsonl, write_lines
-from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
+from keepsight.files import write_lines
+from tests.commands.commands import (
+    NEEDLES,
+    RUN_FILES,
+    CommandLine,
+    files_of_run,
+    last_of_each_key,
+    results_of,
+    tree,
+)
 
-TINY = ("model.id=tiny", "model.device=cpu")
+EVAL = ("eval", "model.id=tiny", "model.device=cpu", *NEEDLES, "budgets=[40]")
 
 
 @pytest.fixture(scope="module")
@@ -17,32 +27,44 @@ def runs(prepared: Path) -> Path:
     """`a` with snapkv, `b` with streamingllm, which takes the full cache's rows from `a`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(prepared)
-        assert (
-            main(last_of_each_key(["eval", *TINY, *NEEDLES, "budgets=[40]", "methods=[snapkv]", "out=a", "pages=1"]))
-            == 0
-        )
-        given = ["methods=[streamingllm]", "out=b", "reuse=[a]", "pages=1"]
-        assert main(last_of_each_key(["eval", *TINY, *NEEDLES, "budgets=[40]", *given])) == 0
+        run_a = last_of_each_key([*EVAL, "methods=[snapkv]", "out=a", "pages=1"])
+        assert main(run_a) == 0
+        run_b = last_of_each_key([*EVAL, "methods=[streamingllm]", "out=b", "reuse=[a]", "pages=1"])
+        assert main(run_b) == 0
     return prepared
+
+
+def rows_of(folder: Path, method: str) -> list[dict[str, Any]]:
+    return [row for row in results_of(folder) if row["method"] == method]
+
+
+def digests_of(folder: Path) -> set[str]:
+    return {row["inputs_digest"] for row in results_of(folder)}
+
+
+def table_of(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
 
 
 def test_rows_of_earlier_runs_are_taken_by_digest(
     keepsight: CommandLine, runs: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times included, so nothing was measured again; another name for a method does not matter."""
-    first, second = (list(read_jsonl(here / name / "results.jsonl")) for name in "ab")
-    assert [row for row in second if row["method"] == "full"] == [row for row in first if row["method"] == "full"]
-    assert [row["method"] for row in second] == ["full", "streamingllm"] * 3
+    full = rows_of(here / "a", "full")
+    snapkv = rows_of(here / "a", "snapkv")
+    streamingllm = rows_of(here / "b", "streamingllm")
+    assert rows_of(here / "b", "full") == full
+    assert [row["method"] for row in results_of(here / "a")] == ["full", "snapkv"] * 3
+    assert [row["method"] for row in results_of(here / "b")] == ["full", "streamingllm"] * 3
 
-    def measured(*_: object, **__: object) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(sweep, "run_samples", measured)
+    monkeypatch.setattr(sweep, "run_samples", lambda *_, **__: pytest.fail("measured again"))
     methods = "methods=[{name: snapkv, label: mine},streamingllm]"
-    keepsight("eval", *TINY, *NEEDLES, "budgets=[40]", methods, "out=c", "reuse=[a,b]", "pages=1")
-    columns = first[::2], [row | {"method": "mine"} for row in first[1::2]], second[1::2]
-    expected = [row for rows in zip(*columns, strict=True) for row in rows]
-    assert list(read_jsonl(here / "c" / "results.jsonl")) == expected
+    keepsight(*EVAL, methods, "out=c", "reuse=[a,b]", "pages=1")
+    expected: list[dict[str, Any]] = []
+    for full_row, snapkv_row, streamingllm_row in zip(full, snapkv, streamingllm, strict=True):
+        expected += [full_row, snapkv_row | {"method": "mine"}, streamingllm_row]
+    assert results_of(here / "c") == expected
     assert files_of_run(here / "c") == RUN_FILES
     (page,) = (here / "c" / "samples").iterdir()
     assert '"name": "mine, budget 40"' in page.read_text("utf-8")
@@ -50,35 +72,33 @@ def test_rows_of_earlier_runs_are_taken_by_digest(
 
 @pytest.mark.parametrize("change", ["model.dtype=bfloat16", "max_new_tokens=3", "question=unseen"])
 def test_other_inputs_are_measured(keepsight: CommandLine, runs: Path, here: Path, change: str) -> None:
-    given = [*NEEDLES, "budgets=[40]", "methods=[snapkv]", "samples=1", "reuse=[a]", change, "out=c"]
-    keepsight("eval", *TINY, *given)
-    before = {row["inputs_digest"] for row in read_jsonl(here / "a" / "results.jsonl")}
-    assert not before & {row["inputs_digest"] for row in read_jsonl(here / "c" / "results.jsonl")}
+    keepsight(*EVAL, "methods=[snapkv]", "samples=1", "reuse=[a]", change, "out=c")
+    assert not digests_of(here / "a") & digests_of(here / "c")
 
 
 def test_a_report_again_and_of_two_runs(keepsight: CommandLine, runs: Path, here: Path) -> None:
-    before = (here / "a" / "report.html").read_text("utf-8")
-    (here / "a" / "report.html").unlink()
-    said, _, ended = keepsight("report", "a").rpartition("\n\n")
-    assert ended == "report: a/report.html\nnext: open the page in a browser\n"
-    assert said.startswith("At 40 entries ")
-    assert (here / "a" / "report.html").read_text("utf-8") == before
+    report = here / "a" / "report.html"
+    report_of_eval = report.read_text("utf-8")
+    report.unlink()
+    conclusion, _, ending = keepsight("report", "a").rpartition("\n\n")
+    assert conclusion.startswith("At 40 entries ")
+    assert ending == "report: a/report.html\nnext: open the page in a browser\n"
+    assert report.read_text("utf-8") == report_of_eval
+
     assert "\n\nreport: both/report.html\nnext: " in keepsight("report", "a", "b", "out=both")
     page = (here / "both" / "report.html").read_text("utf-8")
-    assert all(name in page for name in ("KV-cache eviction on tiny", "snapkv", "streamingllm", "settings of b"))
-    assert files_of_run(here / "both") == RUN_FILES - {
-        "config.yaml",
-        "results.jsonl",
-        "settings.json",
-        "kept/SAMPLE.json",
-    }
-    summary = (here / "both" / "summary.csv").read_text("utf-8").splitlines()
-    assert [line.split(",")[2] for line in summary[1:]] == ["full", "snapkv", "streamingllm"]
+    for text in ("KV-cache eviction on tiny", "snapkv", "streamingllm", "settings of b"):
+        assert text in page
+    files_of_eval_alone = {"config.yaml", "results.jsonl", "settings.json", "kept/SAMPLE.json"}
+    assert files_of_run(here / "both") == RUN_FILES - files_of_eval_alone
+    summary = table_of(here / "both" / "summary.csv")
+    assert [row["method"] for row in summary] == ["full", "snapkv", "streamingllm"]
 
 
 def test_a_report_of_runs_that_do_not_go_together(keepsight: CommandLine, runs: Path, here: Path) -> None:
-    keepsight("eval", *TINY, *NEEDLES, "budgets=[40]", "methods=[snapkv]", "out=c", "question=unseen")
-    assert keepsight.refuses("runs", "conflict", "report", "a", "c").startswith("c: niah_single, 320 tokens, ")
+    keepsight(*EVAL, "methods=[snapkv]", "out=c", "question=unseen")
+    message = keepsight.refuses("runs", "conflict", "report", "a", "c")
+    assert message.startswith("c: niah_single, 320 tokens, ")
     keepsight.refuses("runs", "missing", "report", "tiny")
     keepsight.refuses("runs", "range", "report")
 
@@ -86,41 +106,52 @@ def test_a_report_of_runs_that_do_not_go_together(keepsight: CommandLine, runs: 
 def test_runs_side_by_side(keepsight: CommandLine, runs: Path, here: Path) -> None:
     printed = keepsight("compare", "a", "b", "out=side")
     assert printed.endswith("report: side/compare.html\nnext: open the page in a browser\n")
-    assert "Score, mean over tasks" in printed and " b - a |" in printed
+    assert "Score, mean over tasks" in printed
+    assert " b - a |" in printed
     page = (here / "side" / "compare.html").read_text("utf-8")
-    assert "<title>a against b" in page and "methods" in page
-    names = [f"tables/{name}{by}.csv" for name in ("score", "excess_nll", "agreement") for by in ("", "_by_task")]
-    assert {*names, "compare.html"} <= {*tree(here / "side")}
-    header, full, *others = (here / "side" / "tables" / "agreement.csv").read_text("utf-8").splitlines()
-    assert header == "budget,method,run0,run0_low,run0_high,run1,run1_low,run1_high,minus1,minus1_low,minus1_high,n"
-    assert full.split(",")[:2] == ["", "full"] and full.split(",")[8:] == ["0", "", "", "3"]
-    assert {line.split(",")[1]: line.split(",")[8] for line in others} == {"snapkv": "", "streamingllm": ""}
+    assert "<title>a against b" in page
+    assert "methods" in page
+    files = tree(here / "side")
+    assert "compare.html" in files
+    for metric in ("score", "excess_nll", "agreement"):
+        assert f"tables/{metric}.csv" in files
+        assert f"tables/{metric}_by_task.csv" in files
+
+    table = here / "side" / "tables" / "agreement.csv"
+    heading = "budget,method,run0,run0_low,run0_high,run1,run1_low,run1_high,minus1,minus1_low,minus1_high,n"
+    assert table.read_text("utf-8").splitlines()[0] == heading
+    full, *evicting = table_of(table)
+    assert (full["budget"], full["method"], full["n"]) == ("", "full", "3")
+    assert (full["minus1"], full["minus1_low"], full["minus1_high"]) == ("0", "", "")
+    differences = {row["method"]: row["minus1"] for row in evicting}
+    assert differences == {"snapkv": "", "streamingllm": ""}, "each is in one run alone"
 
 
 def test_paired_differences_of_two_runs(keepsight: CommandLine, runs: Path, here: Path) -> None:
-    rows = [row | {"agreement": row["agreement"] / 2} for row in read_jsonl(here / "a" / "results.jsonl")]
+    rows = [row | {"agreement": row["agreement"] / 2} for row in results_of(here / "a")]
     (here / "half").mkdir()
     write_lines(here / "half" / "results.jsonl", rows)
     (here / "half" / "settings.json").write_bytes((here / "a" / "settings.json").read_bytes())
     keepsight("compare", "a", "half", "out=side")
-    line = (here / "side" / "tables" / "agreement.csv").read_text("utf-8").splitlines()[2].split(",")
-    values = [row["agreement"] for row in read_jsonl(here / "a" / "results.jsonl") if row["method"] == "snapkv"]
-    assert float(line[8]) == pytest.approx(-sum(values) / 6, abs=1e-5)
-    assert float(line[9]) <= float(line[8]) <= float(line[10])
+    _, snapkv, *_ = table_of(here / "side" / "tables" / "agreement.csv")
+    difference = float(snapkv["minus1"])
+    agreements = [row["agreement"] for row in rows_of(here / "a", "snapkv")]
+    assert difference == pytest.approx(-sum(agreements) / 6, abs=1e-5)
+    assert float(snapkv["minus1_low"]) <= difference <= float(snapkv["minus1_high"])
     assert "plots/comparison.pdf" in tree(here / "side")
 
 
 def test_runs_that_cannot_be_compared(keepsight: CommandLine, runs: Path, here: Path) -> None:
-    other = [*NEEDLES, "budgets=[40]", "methods=[snapkv]"]
-    keepsight("eval", *TINY, *other, "seed=7", "out=seed")
-    keepsight("eval", *TINY, *other, "model.dtype=bfloat16", "samples=2", "out=half")
+    keepsight(*EVAL, "methods=[snapkv]", "seed=7", "out=seed")
+    keepsight(*EVAL, "methods=[snapkv]", "model.dtype=bfloat16", "samples=2", "out=half")
     assert "allow=[samples]" in keepsight.refuses("runs", "range", "compare", "a", "seed")
     printed = keepsight("compare", "a", "seed", "allow=[samples]")
-    assert "Score, mean over tasks" in printed and "compare.html" in printed
+    assert "Score, mean over tasks" in printed
+    assert "compare.html" in printed
     keepsight.refuses("runs", "conflict", "compare", "a", "half", "allow=[samples]")
     keepsight.refuses("runs", "range", "compare", "a", "half", "allow=[targets]")
     keepsight("compare", "a", "half", "allow=[targets,samples]", "out=common")
-    lines = (here / "common" / "tables" / "score.csv").read_text("utf-8").splitlines()[1:]
-    assert [line.split(",")[-1] for line in lines] == ["2", "2"]
+    scores = table_of(here / "common" / "tables" / "score.csv")
+    assert [row["n"] for row in scores] == ["2", "2"]
     keepsight.refuses("runs", "range", "compare", "a")
     keepsight.refuses("allow", "unknown", "compare", "a", "b", "allow=[seeds]")
