@@ -22,9 +22,12 @@ from tests.refused import refused
 RULER = "RULER: string_match_part for qa_1/qa_2, else string_match_all over outputs"
 READ = "Read: {context}\nQ: {input}\nA:"
 QA: dict[str, Any] = {"layout": "longbench", "prompt": READ, "metric": "qa_f1", "max_new_tokens": 32}
-LIMITS = {"niah": 128, "qa": 32}
-NEEDLES: dict[str, Any] = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER}
-NEEDLES |= {"max_new_tokens": LIMITS}
+NEEDLES: dict[str, Any] = {
+    "layout": "ruler",
+    "prompt": "{input}{answer_prefix}",
+    "metric": RULER,
+    "max_new_tokens": {"niah": 128, "qa": 32},
+}
 
 
 def row(identity: str, context: str = "some text", **changes: Any) -> dict[str, Any]:
@@ -44,26 +47,28 @@ def write(folder: Path, tasks: dict[str, Any], **files: Sequence[dict[str, Any]]
     return folder
 
 
-def asked(words: Any, **changes: Any) -> TaskRequest:
+def request_of(words: Any, **changes: Any) -> TaskRequest:
     return TaskRequest(words, **{"context": 9000, "samples": 0, "max_tokens": 4096, **changes})
 
 
-def made(folder: Path, request: TaskRequest, *files: str) -> list[RenderedSample]:
+def samples_of(folder: Path, request: TaskRequest, *files: str) -> list[RenderedSample]:
     return Jsonl(str(folder), [*files]).samples("", request)
 
 
-def one(folder: Path, words: Any) -> RenderedSample:
-    (sample,) = made(folder, asked(words))
+def only_sample(folder: Path, words: Any) -> RenderedSample:
+    (sample,) = samples_of(folder, request_of(words))
     return sample
 
 
 def test_longbench_row(tmp_path: Path, words: Any) -> None:
     write(tmp_path, {"hotpotqa": QA}, hotpotqa=[row("x1", answers=["because", "so"])])
-    prompt, question = "Read: some text\nQ: why?\nA:", "\nQ: why?\nA:"
-    expected = Sample("x1", "hotpotqa", 512, prompt, ("because", "so"), "qa_f1", 32, question=question)
-    sample = one(tmp_path, words)
+    context = "Read: some text"
+    question = "\nQ: why?\nA:"
+    expected = Sample("x1", "hotpotqa", 512, context + question, ("because", "so"), "qa_f1", 32, question=question)
+    sample = only_sample(tmp_path, words)
     assert sample == render(expected, words)
-    assert (sample.context, len(sample.prompt_ids)) == ("Read: some text", 6 + 3)
+    assert sample.context == context
+    assert len(sample.prompt_ids) == 6 + 3
 
 
 @pytest.mark.parametrize(
@@ -77,36 +82,41 @@ def test_the_question_is_what_follows_the_context(
     tmp_path: Path, words: Any, template: str, prompt: str, question: str
 ) -> None:
     write(tmp_path, {"a": {**QA, "prompt": template}}, a=[row("1", "{input} {0} {x.__class__}")])
-    sample = one(tmp_path, words)
-    assert (sample.prompt, sample.question) == (prompt, question)
+    sample = only_sample(tmp_path, words)
+    assert sample.prompt == prompt
+    assert sample.question == question
 
 
 def test_ruler_rows(tmp_path: Path, words: Any) -> None:
-    nameless = {key: value for key, value in needle("", 0).items() if key != "task"}
+    without_task = needle("", 0)
+    del without_task["task"]
     write(
         tmp_path,
         {"mixed": NEEDLES, "qa_1": {**NEEDLES, "max_new_tokens": 5}},
         mixed=[needle("niah_single_1", 3), needle("qa_2", 3)],
-        qa_1=[nameless],
+        qa_1=[without_task],
     )
-    found = [
-        (s.id, s.task, s.metric, s.max_new_tokens, s.prompt, s.answer_prefix) for s in made(tmp_path, asked(words))
+    samples = samples_of(tmp_path, request_of(words))
+    assert [(sample.id, sample.task, sample.metric, sample.max_new_tokens) for sample in samples] == [
+        ("niah_single_1-3", "mixed", "string_match_all", 128),
+        ("qa_2-3", "mixed", "string_match_part", 32),
+        ("qa_1-0", "qa_1", "string_match_part", 5),
     ]
-    assert found == [
-        ("niah_single_1-3", "mixed", "string_match_all", 128, "Find it.", " It is"),
-        ("qa_2-3", "mixed", "string_match_part", 32, "Find it.", " It is"),
-        ("qa_1-0", "qa_1", "string_match_part", 5, "Find it.", " It is"),
-    ]
+    for sample in samples:
+        assert sample.prompt == "Find it."
+        assert sample.answer_prefix == " It is"
 
 
 def test_plain_longbench_files_need_no_tasks(tmp_path: Path, words: Any) -> None:
     for name in ("hotpotqa", "trec"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row("1", all_classes=["because"])) + "\n")
-    samples = made(tmp_path, asked(words))
-    found = [(each.task, each.metric, each.max_new_tokens, each.chat) for each in samples]
-    assert found == [("hotpotqa", "qa_f1", 32, True), ("trec", "classification", 64, False)]
-    assert samples[0].prompt.startswith("Answer the question based on the given passages. Only give me the answer")
-    assert samples[1].prompt.endswith("\nsome text\nwhy?")
+    hotpotqa, trec = samples_of(tmp_path, request_of(words))
+    assert (hotpotqa.task, hotpotqa.metric, hotpotqa.max_new_tokens) == ("hotpotqa", "qa_f1", 32)
+    assert hotpotqa.chat
+    assert hotpotqa.prompt.startswith("Answer the question based on the given passages. Only give me the answer")
+    assert (trec.task, trec.metric, trec.max_new_tokens) == ("trec", "classification", 64)
+    assert not trec.chat
+    assert trec.prompt.endswith("\nsome text\nwhy?")
 
 
 @pytest.mark.parametrize(
@@ -124,34 +134,45 @@ def test_conventions_of_longbench_tasks(
 ) -> None:
     folder = write(tmp_path / "eval", {name: {**QA, **entry}}, **{name: [row("1", all_classes=["because", "x"])]})
     (folder / "tasks.json").rename(tmp_path / "tasks.json")  # beside the folder will do
-    sample = one(folder, words)
-    assert (sample.chat, sample.metric) == (chat, metric)
+    sample = only_sample(folder, words)
+    assert sample.chat == chat
+    assert sample.metric == metric
     assert sample.classes == (("because", "x") if metric == "classification" else ())
 
 
 def test_lengths(tmp_path: Path, words: Any) -> None:
     """The bucket of the rendered prompt; the first samples that fit, the others noted."""
-    contexts = [" ".join(["w"] * (tokens - 7)) for tokens in (513, 1025, 73, 1024, 80)]  # 7 words of both templates
-    write(tmp_path, {"b": QA, "a": QA}, a=[row(str(n), text) for n, text in enumerate(contexts)], b=[row("0")])
-    request = asked(words, samples=3, max_tokens=1024)
+    rows: list[dict[str, Any]] = []
+    for index, tokens in enumerate((513, 1025, 73, 1024, 80)):
+        context = " ".join(["w"] * (tokens - 7))  # 7 words of both templates
+        rows.append(row(str(index), context))
+    write(tmp_path, {"b": QA, "a": QA}, a=rows, b=[row("0")])
+    request = request_of(words, samples=3, max_tokens=1024)
     samples = make_all(Benchmarks(jsonl=Jsonl(str(tmp_path))), ["jsonl"], request)
-    found = [(sample.task, sample.id, sample.length) for sample in samples]
-    assert found == [("a", "0", 1024), ("a", "2", 512), ("a", "3", 1024), ("b", "0", 512)]
+    assert [(sample.task, sample.id, sample.length) for sample in samples] == [
+        ("a", "0", 1024),
+        ("a", "2", 512),
+        ("a", "3", 1024),
+        ("b", "0", 512),
+    ]
     assert request.notes == {"a": "1 samples do not fit max_tokens=1024"}
 
 
 def test_equal_ids_are_numbered(tmp_path: Path, words: Any) -> None:
-    nameless = {key: value for key, value in row("").items() if key != "_id"}
-    write(tmp_path, {"a": QA}, a=[row("x"), row("x"), row("x-2"), nameless, row("x")])
-    assert [sample.id for sample in made(tmp_path, asked(words))] == ["x", "x-2", "x-2-2", "4", "x-3"]
+    without_id = row("")
+    del without_id["_id"]
+    write(tmp_path, {"a": QA}, a=[row("x"), row("x"), row("x-2"), without_id, row("x")])
+    samples = samples_of(tmp_path, request_of(words))
+    assert [sample.id for sample in samples] == ["x", "x-2", "x-2-2", "4", "x-3"]
 
 
 def test_many_equal_ids_take_linear_time(words: Any) -> None:
     """12,000 took 103 s when each id was searched for from 2 on."""
     sample = render(Sample("x", "a", 512, "Why?", ("because",), "qa_f1", 8), words)
     start = time.process_time()
-    found = asked(words).collect("a", (("a:1", {}) for _ in range(12_000)), lambda *_: [sample])
-    assert found[-1].id == "x-12000" and len({each.id for each in found}) == 12_000
+    samples = request_of(words).collect("a", (("a:1", {}) for _ in range(12_000)), lambda *_: [sample])
+    assert samples[-1].id == "x-12000"
+    assert len({sample.id for sample in samples}) == 12_000
     assert time.process_time() - start < 2
 
 
@@ -178,16 +199,19 @@ def test_a_bad_row_is_skipped_and_noted(
     number = "7" if entry.get("metric") == "wanted_length" else "1 2 3 4 -> 5"
     good = needle("qa_1", 0) if entry is NEEDLES else row("0", all_classes=["x"], answers=[number])
     write(tmp_path, {"a": entry}, a=[good, bad, good])
-    request = asked(words)
-    assert len(made(tmp_path, request)) == 2 and len(request.skipped) == 1
-    assert request.notes["a"].startswith("1 rows were skipped, such as ") and "\n" not in request.notes["a"]
-    with refused(field, code) as caught:
-        made(tmp_path, asked(words, skip=0))
-    assert "a.jsonl:2: " in str(caught.value) and "skip=0" in str(caught.value)
+    request = request_of(words)
+    assert len(samples_of(tmp_path, request)) == 2
+    assert len(request.skipped) == 1
+    assert request.notes["a"].startswith("1 rows were skipped, such as ")
+    assert "\n" not in request.notes["a"]
+    with refused(field, code) as error:
+        samples_of(tmp_path, request_of(words, skip=0))
+    assert "a.jsonl:2: " in str(error.value)
+    assert "skip=0" in str(error.value)
     write(tmp_path, {"a": entry}, a=[bad, bad])
-    with refused(field, code) as caught:  # with no sample at all, the first fault
-        made(tmp_path, asked(words))
-    assert "a.jsonl:1: " in str(caught.value)
+    with refused(field, code) as error:  # with no sample at all, the first fault
+        samples_of(tmp_path, request_of(words))
+    assert "a.jsonl:1: " in str(error.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
@@ -197,9 +221,9 @@ def test_a_metric_of_a_plugin_must_give_a_finite_number(
     monkeypatch.setitem(METRICS, "mine", lambda prediction, sample: value)
     write(tmp_path, {"a": {**QA, "metric": "mine"}}, a=[row("1")])
     with refused("metric", "data"):
-        made(tmp_path, asked(words))
+        samples_of(tmp_path, request_of(words))
     monkeypatch.setitem(METRICS, "mine", lambda prediction, sample: 1)
-    assert one(tmp_path, words).metric == "mine"
+    assert only_sample(tmp_path, words).metric == "mine"
 
 
 TEXT = json.dumps(row("é", "Zoë sleeps."), ensure_ascii=False) + "\n\n" + json.dumps(row("2")) + "\n"
@@ -218,8 +242,10 @@ def test_encodings(tmp_path: Path, words: Any, data: bytes) -> None:
     write(tmp_path, {"a": QA})
     (tmp_path / "a.jsonl").write_bytes(data)
     (tmp_path / "tasks.json").write_bytes(json.dumps({"a": QA}).encode("utf-8-sig"))
-    first, second = made(tmp_path, asked(words))
-    assert (first.id, first.prompt, second.id) == ("é", "Read: Zoë sleeps.\nQ: why?\nA:", "2")
+    first, second = samples_of(tmp_path, request_of(words))
+    assert first.id == "é"
+    assert first.prompt == "Read: Zoë sleeps.\nQ: why?\nA:"
+    assert second.id == "2"
 
 
 @pytest.mark.parametrize(
@@ -237,16 +263,16 @@ def test_files_that_are_no_json_lines(tmp_path: Path, words: Any, data: bytes, f
     """A line that is no object is a row without fields; its place and fault are in the message."""
     write(tmp_path, {"a": QA})
     (tmp_path / "a.jsonl").write_bytes(data)
-    with refused(field, code) as caught:
-        made(tmp_path, asked(words))
-    assert "a.jsonl:" in str(caught.value)
+    with refused(field, code) as error:
+        samples_of(tmp_path, request_of(words))
+    assert "a.jsonl:" in str(error.value)
 
 
 def test_a_line_that_is_cut_is_skipped(tmp_path: Path, words: Any) -> None:
     write(tmp_path, {"a": QA})
     (tmp_path / "a.jsonl").write_bytes(TEXT.encode()[:-20])
-    request = asked(words)
-    assert [each.id for each in made(tmp_path, request)] == ["é"]
+    request = request_of(words)
+    assert [sample.id for sample in samples_of(tmp_path, request)] == ["é"]
     assert re.match(r"1 rows were skipped, such as .*a\.jsonl:3: not valid JSON", request.notes["a"])
 
 
@@ -254,14 +280,14 @@ def test_files_that_cannot_be_scored(tmp_path: Path, words: Any, caplog: pytest.
     tasks = {"a": QA, "proc": {"layout": "longproc"}, "zh": {**QA, "metric": "own_f1"}}
     write(tmp_path, tasks, a=[row("1")], proc=[{}], zh=[{}], stray=[{}])
     with caplog.at_level(logging.WARNING):
-        assert one(tmp_path, words).task == "a"
-    reasons = ("proc", "layout 'longproc'"), ("stray", "neither tasks.json nor LongBench"), ("zh", "metric 'own_f1'")
-    for (name, reason), record in zip(reasons, caplog.records, strict=True):
+        assert only_sample(tmp_path, words).task == "a"
+    reasons = {"proc": "layout 'longproc'", "stray": "neither tasks.json nor LongBench", "zh": "metric 'own_f1'"}
+    for (name, reason), record in zip(reasons.items(), caplog.records, strict=True):
         assert f"{name} is left out: {reason}" in record.getMessage()
         with refused("jsonl.files", "data"):
-            made(tmp_path, asked(words), "a", name)
+            samples_of(tmp_path, request_of(words), "a", name)
     with refused("jsonl.files", "unknown"):
-        made(tmp_path, asked(words), "../eval/a")
+        samples_of(tmp_path, request_of(words), "../eval/a")
 
 
 @pytest.mark.parametrize(
@@ -278,20 +304,20 @@ def test_files_that_cannot_be_scored(tmp_path: Path, words: Any, caplog: pytest.
 def test_bad_entry_of_tasks_json(tmp_path: Path, words: Any, entry: dict[str, Any], field: str, code: Code) -> None:
     write(tmp_path, {"a": entry}, a=[row("1")])
     with refused(field, code):
-        made(tmp_path, asked(words))
+        samples_of(tmp_path, request_of(words))
 
 
 def test_missing_folder_and_files(tmp_path: Path, words: Any) -> None:
-    def cannot_be_read(field: str, code: Code, folder: Path = tmp_path / "eval") -> None:
+    def require_refused(field: str, code: Code, folder: Path = tmp_path / "eval") -> None:
         with refused(field, code):
-            made(folder, asked(words))
+            samples_of(folder, request_of(words))
 
-    cannot_be_read("jsonl.dir", "missing", tmp_path / "nowhere")
+    require_refused("jsonl.dir", "missing", tmp_path / "nowhere")
     (tmp_path / "eval").mkdir()
-    cannot_be_read("jsonl.dir", "missing")
+    require_refused("jsonl.dir", "missing")
     (tmp_path / "eval" / "a.jsonl").write_text(json.dumps(row("1")))
-    cannot_be_read("tasks.json", "missing")
+    require_refused("tasks.json", "missing")
     (tmp_path / "eval" / "tasks.json").write_text("[]")
-    cannot_be_read("tasks.json", "type")
+    require_refused("tasks.json", "type")
     (tmp_path / "eval" / "tasks.json").write_text('{"a": {"layout": "longproc"}}')
-    cannot_be_read("jsonl.files", "data")
+    require_refused("jsonl.files", "data")

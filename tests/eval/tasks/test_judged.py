@@ -27,10 +27,17 @@ WRITING = [
 ]
 
 
-def made(words: Any, benchmarks: Benchmarks, name: str, **options: Any) -> tuple[list[RenderedSample], dict[str, str]]:
-    asked: dict[str, Any] = {"context": 4096, "samples": 0, "judge": "gpt-4 single"} | options
-    request = TaskRequest(words, **asked)
-    return make_all(benchmarks, [name], request), request.notes
+def samples_and_notes(
+    words: Any, benchmarks: Benchmarks, task: str, **changes: Any
+) -> tuple[list[RenderedSample], dict[str, str]]:
+    options: dict[str, Any] = {"context": 4096, "samples": 0, "judge": "gpt-4 single"} | changes
+    request = TaskRequest(words, **options)
+    return make_all(benchmarks, [task], request), request.notes
+
+
+def samples_of(words: Any, benchmarks: Benchmarks, task: str, **changes: Any) -> list[RenderedSample]:
+    samples, _ = samples_and_notes(words, benchmarks, task, **changes)
+    return samples
 
 
 @pytest.fixture
@@ -41,42 +48,50 @@ def mt_bench(tmp_path: Path) -> Benchmarks:
 
 
 def test_a_question_is_two_turns(words: Any, mt_bench: Benchmarks) -> None:
-    samples, notes = made(words, mt_bench, "mt_bench")
-    assert [(each.task, each.id) for each in samples] == [
-        (f"mt_bench_turn_{turn}", name) for name in ("81", "111", "121") for turn in (1, 2)
-    ]
-    assert [each.references for each in samples[::2]] == [(), ("3", "1"), ("def", "assert")]
+    samples, notes = samples_and_notes(words, mt_bench, "mt_bench")
+    assert [sample.task for sample in samples] == ["mt_bench_turn_1", "mt_bench_turn_2"] * 3
+    assert [sample.id for sample in samples] == ["81", "81", "111", "111", "121", "121"]
+    assert [sample.references for sample in samples[::2]] == [(), ("3", "1"), ("def", "assert")]
     assert not notes
     first, second = samples[:2]
-    assert (first.prompt, first.earlier, second.prompt, second.earlier) == ("Write .", (), "Rewrite .", ("Write .",))
-    assert {each.max_new_tokens for each in samples} == {1024} and {each.judge for each in samples} == {"gpt-4 single"}
-    assert len(first.question_ids) == 0 < len(second.question_ids)
+    assert (first.prompt, first.earlier) == ("Write .", ())
+    assert (second.prompt, second.earlier) == ("Rewrite .", ("Write .",))
+    for sample in samples:
+        assert sample.max_new_tokens == 1024
+        assert sample.judge == "gpt-4 single"
+    assert len(first.question_ids) == 0
+    assert len(second.question_ids) > 0
 
 
 def test_questions_without_room_or_references_are_noted(words: Any, mt_bench: Benchmarks) -> None:
     mt_bench.mt_bench.references = None
-    samples, notes = made(words, mt_bench, "mt_bench")
-    assert [bool(each.references) for each in samples[::2]] == [False, True, False]
+    samples, notes = samples_and_notes(words, mt_bench, "mt_bench")
+    assert [bool(sample.references) for sample in samples[::2]] == [False, True, False]
     assert notes["mt_bench references"].startswith("1 questions of math, reasoning, coding lack reference answers")
-    samples, notes = made(words, mt_bench, "mt_bench", context=2059)
-    assert {each.id for each in samples} == {"81", "121"}
+    samples, notes = samples_and_notes(words, mt_bench, "mt_bench", context=2059)
+    assert {sample.id for sample in samples} == {"81", "121"}
     assert notes["mt_bench"] == "1 samples do not fit the context of 2059 tokens"
-    assert [each.id for each in made(words, mt_bench, "mt_bench", samples=1)[0]] == ["81", "81"]
+    of_one_question = samples_of(words, mt_bench, "mt_bench", samples=1)
+    assert [sample.id for sample in of_one_question] == ["81", "81"]
 
 
 def test_writing_is_judged_or_counted(words: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "write.jsonl", WRITING)
     benchmarks = Benchmarks(longwriter=LongWriter(str(tmp_path / "write.jsonl")))
-    (judged, _), (counted, more) = (made(words, benchmarks, name)[0] for name in ("longwriter", "longwriter_length"))
+    judged, _ = samples_of(words, benchmarks, "longwriter")
     assert (judged.metric, judged.judge, judged.references) == ("longbench-write", "gpt-4 single", ())
+    counted, longer = samples_of(words, benchmarks, "longwriter_length")
     assert (counted.metric, counted.judge, counted.references) == ("wanted_length", "", ("100",))
-    assert more.references == ("20000",) and more.max_new_tokens == 4096 - len(more.prompt_ids)
-    assert made(words, benchmarks, "longwriter", context=99999)[0][0].max_new_tokens == 32768
+    assert longer.references == ("20000",)
+    assert longer.max_new_tokens == 4096 - len(longer.prompt_ids)
+    in_large_context, _ = samples_of(words, benchmarks, "longwriter", context=99999)
+    assert in_large_context.max_new_tokens == 32768
     benchmarks.longwriter.max_new_tokens = 64
-    assert made(words, benchmarks, "longwriter_length", judge="")[0][0].max_new_tokens == 64
+    limited, _ = samples_of(words, benchmarks, "longwriter_length", judge="")
+    assert limited.max_new_tokens == 64
 
 
-def test_what_is_missing_is_said(words: Any, mt_bench: Benchmarks, tmp_path: Path, no_hub: None) -> None:
+def test_what_is_missing_is_named(words: Any, mt_bench: Benchmarks, tmp_path: Path, no_hub: None) -> None:
     (tmp_path / "length.jsonl").write_text('{"prompt": "Write.", "length": 1e999}\n')
     cases: list[tuple[Benchmarks, str, str, str, Code]] = [
         (mt_bench, "mt_bench", "", "judge.url", "missing"),
@@ -85,16 +100,16 @@ def test_what_is_missing_is_said(words: Any, mt_bench: Benchmarks, tmp_path: Pat
         (Benchmarks(longwriter=LongWriter(str(tmp_path / "length.jsonl"))), "longwriter_length", "", "length", "type"),
         (Benchmarks(longwriter=LongWriter(str(tmp_path / "gpt-4.jsonl"))), "longwriter", "", "judge.url", "missing"),
     ]
-    for benchmarks, name, judge, field, code in cases:
+    for benchmarks, task, judge, field, code in cases:
         with refused(field, code):
-            made(words, benchmarks, name, judge=judge)
+            samples_of(words, benchmarks, task, judge=judge)
     for choices in ([], [None], "n/a"):
         write_lines(tmp_path / "gpt-4.jsonl", [{"question_id": 1, "choices": choices}])
         with refused("question_id", "missing"):
-            made(words, mt_bench, "mt_bench")
+            samples_of(words, mt_bench, "mt_bench")
     write_lines(tmp_path / "gpt-4.jsonl", [{"question_id": 1, "choices": [{"turns": None}]}])
     with refused("turns", "type"):
-        made(words, mt_bench, "mt_bench")
+        samples_of(words, mt_bench, "mt_bench")
 
 
 CONTEXT = "Who is it? The fox said: who is it? It is the fox, said the bear."
@@ -114,10 +129,13 @@ def apart(sample: Sample, tokenizer: Any) -> RenderedSample:
 
 
 def texts(sample: Sample, tokenizer: Any) -> tuple[str, str]:
-    whole, parts = render(sample, tokenizer), apart(sample, tokenizer)
-    both = [*parts.prompt_ids, *parts.question_ids]
-    assert tokenizer.decode(both) == tokenizer.decode(whole.prompt_ids) and not len(whole.question_ids)
-    return tokenizer.decode(parts.prompt_ids), tokenizer.decode(parts.question_ids)
+    """The text before the question and from there on, which are the prompt."""
+    unsplit = render(sample, tokenizer)
+    assert len(unsplit.question_ids) == 0
+    split = apart(sample, tokenizer)
+    rejoined = [*split.prompt_ids, *split.question_ids]
+    assert tokenizer.decode(rejoined) == tokenizer.decode(unsplit.prompt_ids)
+    return tokenizer.decode(split.prompt_ids), tokenizer.decode(split.question_ids)
 
 
 def test_with_a_chat_template(tokenizer: Any) -> None:
@@ -134,14 +152,17 @@ def test_white_space_goes_with_the_question(tokenizer: Any) -> None:
     spaced = replace(SAMPLE, prompt=f"  {CONTEXT} \n {QUESTION}\n ", question=f"{QUESTION}\n ", answer_prefix=" It is")
     for chat in (True, False):
         before, after = texts(replace(spaced, chat=chat), tokenizer)
-        assert before.endswith(f"  {CONTEXT}") and after.startswith(f" \n {QUESTION}\n ")
+        assert before.endswith(f"  {CONTEXT}")
+        assert after.startswith(f" \n {QUESTION}\n ")
 
 
 def test_a_template_that_strips_and_one_that_repeats_words_of_the_prompt() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content | trim }}\nWho is it? Now answer:"
-    before, after = texts(replace(SAMPLE, prompt=f" {CONTEXT}{QUESTION}\n", question=f"{QUESTION}\n"), tokenizer)
-    assert (before, after) == (CONTEXT, f"{QUESTION}\nWho is it? Now answer:Who is it?")
+    spaced = replace(SAMPLE, prompt=f" {CONTEXT}{QUESTION}\n", question=f"{QUESTION}\n")
+    before, after = texts(spaced, tokenizer)
+    assert before == CONTEXT
+    assert after == f"{QUESTION}\nWho is it? Now answer:Who is it?"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
     request = request_of(words)
     benchmarks = Benchmarks(longproc=LongProc(str(tmp_path)))
     tom, countdown = make_all(benchmarks, ["longproc"], request)
-    assert (countdown.task, countdown.id, countdown.max_new_tokens) == ("longproc_countdown_0.5k", "a", 1024)
+    assert countdown.task == "longproc_countdown_0.5k"
+    assert countdown.id == "a"
+    assert countdown.max_new_tokens == 1024
     assert score(countdown, "<Solution>2 + 3 = 5\n5 + 4 = 9\n9 + 1 = 10</Solution>") == 1.0
     assert (tom.prompt, tom.length, tom.max_new_tokens) == ("Where?", 512, 3072)
     assert request.notes["longproc tom_tracking_2k"] == "1 samples do not fit the context of 9000 tokens"
@@ -47,7 +50,8 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
     travel = {"task": "travel_planning_2k", "input_prompt": "Plan.", "reference_output": plan, "item": trip}
     write_lines(tmp_path / "travel.jsonl", [travel])
     (sample,) = make_all(benchmarks, ["longproc_travel_planning_2k"], request)
-    assert sample.references == ("Oslo 4, Rome 3",) and score(sample, plan) == 1.0
+    assert sample.references == ("Oslo 4, Rome 3",)
+    assert score(sample, plan) == 1.0
     write_lines(tmp_path / "travel.jsonl", [{**travel, "item": {"ground_truth_cities": "Oslo**Rome"}}])
     with refused("item", "type"):
         make_all(benchmarks, ["longproc_travel_planning_2k"], request)
@@ -61,9 +65,11 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
+    """One program with two test cases, and one whose test cases cannot be read."""
     cases = [[["2 3"], ["5"]], [["10 -4"], ["6"]]]
     row = {"task": "pseudo_to_code_2k", "prompt": "Add.", "reference_output": "", "item": {"testcases": cases}}
-    write_lines(tmp_path / "rows.jsonl", [row, {**row, "item": {"testcases": [[["2"], [5]]]}}])
+    bad_row = {**row, "item": {"testcases": [[["2"], [5]]]}}
+    write_lines(tmp_path / "rows.jsonl", [row, bad_row])
     return tmp_path
 
 
@@ -84,39 +90,39 @@ def test_programs_are_judged_by_what_they_print(programs: Path, words: Any, monk
     (sample,) = make_all(Benchmarks(longproc=LongProc(str(programs), run_programs=True)), ["longproc"], request)
     assert "item' must hold testcases" in request.skipped[0]
     program = "```c++\nint main() {{ int a, b; cin >> a >> b; cout << a {} b << endl; }}\n```"
-    said = [
-        program.format("+"),
-        program.format("-"),
-        program.format("+ c"),
-        "no program",
-        "```cpp\nint main(){for(;;);}```",
-    ]
-    assert [score(sample, each) for each in said] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert score(sample, program.format("+")) == 1.0
+    assert score(sample, program.format("-")) == 0.0
+    assert score(sample, program.format("+ c")) == 0.0
+    assert score(sample, "no program") == 0.0
+    assert score(sample, "```cpp\nint main(){for(;;);}```") == 0.0
 
 
-def put(folder: Path, path: str, rows: list[dict[str, Any]]) -> None:
+def write_rows(folder: Path, path: str, rows: list[dict[str, Any]]) -> None:
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     write_lines(folder / path, rows)
 
 
-def made(folder: Path, task: str, tokenizer: Any, **changes: Any) -> list[RenderedSample]:
+def samples_of(folder: Path, task: str, tokenizer: Any, **changes: Any) -> list[RenderedSample]:
     return make_all(Benchmarks(helmet=Helmet(str(folder))), [task], request_of(tokenizer, **changes))
 
 
 def test_recall(tmp_path: Path, words: Any) -> None:
     row = {"type_needle_v": "numbers", "context": "hay", "query": "a-b", "answer": ["1", "2"], "index": 5}
-    put(tmp_path, "ruler/niah_multivalue/validation_4096.jsonl", [row])
-    (sample,) = made(tmp_path, "helmet_recall_niah_mv", words)
+    write_rows(tmp_path, "ruler/niah_multivalue/validation_4096.jsonl", [row])
+    (sample,) = samples_of(tmp_path, "helmet_recall_niah_mv", words)
     assert sample.prompt == (
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the numbers afterwards.\nhay\nWhat are all the special magic numbers for a-b mentioned in the provided "
         "text?\nThe special magic numbers for a-b mentioned in the provided text are"
     )
-    assert (sample.chat, sample.length, sample.max_new_tokens, score(sample, "1")) == (False, 4096, 50, 0.5)
+    assert not sample.chat
+    assert sample.length == 4096
+    assert sample.max_new_tokens == 50
+    assert score(sample, "1") == 0.5
     assert sample.context.endswith("hay")
     pair = {"context": "{}", "question": "k", "answer": "v-1", "demos": [["a", "b"], ["c", "d"], ["e", "f"]]}
-    put(tmp_path, "json_kv/test_k50_dep6.jsonl", [pair])
-    (sample,) = made(tmp_path, "helmet_recall_json_kv", words)
+    write_rows(tmp_path, "json_kv/test_k50_dep6.jsonl", [pair])
+    (sample,) = samples_of(tmp_path, "helmet_recall_json_kv", words)
     assert sample.prompt == (
         "{}\n\nExtract the value corresponding to the specified key in the JSON object below.\n\nKey: a\nCorresponding "
         "value: b\n\nKey: c\nCorresponding value: d\n\nKey: k\nCorresponding value:"
@@ -128,16 +134,19 @@ def test_rag(tmp_path: Path, words: Any) -> None:
     def row(question: str, answer: str) -> dict[str, Any]:
         return {"question": question, "answers": [answer], "ctxs": [{"title": "T", "text": f"text of {question}"}]}
 
-    put(tmp_path, "kilt/nq-dev-multikilt_1000_k20_dep6.jsonl", [row("q", "ab"), row("r", "x")])
-    put(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [row(name, name * 2) for name in "qsttuu"])
-    first, second = made(tmp_path, "helmet_rag_nq", words)
+    write_rows(tmp_path, "kilt/nq-dev-multikilt_1000_k20_dep6.jsonl", [row("q", "ab"), row("r", "x")])
+    write_rows(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [row(name, name * 2) for name in "qsttuu"])
+    first, second = samples_of(tmp_path, "helmet_rag_nq", words)
     start = "Use the given documents to write a concise and short answer to the question. Write your answer in the"
     assert first.prompt.startswith(start + " following format:\nAnswer: [answer]\n\nDocument (Title: T): text of ")
     assert first.prompt.endswith("\n\nDocument (Title: T): text of q\n\nQuestion: q\nAnswer:")
-    shown = [line.removeprefix("Question: ") for line in first.prompt.split("\n") if line.startswith("Question: ")]
-    assert len(shown) == 3 == len({*shown}) and shown[-1] == "q"
-    assert first.prompt == made(tmp_path, "helmet_rag_nq", words)[0].prompt
-    assert score(second, "Answer: X") == 1.0 and second.max_new_tokens == 20
+    questions = re.findall("^Question: (.*)$", first.prompt, re.MULTILINE)
+    assert len(questions) == len(set(questions)) == 3
+    assert questions[-1] == "q"
+    drawn_again, _ = samples_of(tmp_path, "helmet_rag_nq", words)
+    assert drawn_again.prompt == first.prompt
+    assert score(second, "Answer: X") == 1.0
+    assert second.max_new_tokens == 20
 
 
 def test_rerank(tmp_path: Path, words: Any) -> None:
@@ -145,43 +154,50 @@ def test_rerank(tmp_path: Path, words: Any) -> None:
         passages = [{"id": key, "label": label, "text": f"text {key}"} for key, label in labels.items()]
         return {"qid": query, "query": query, "ctxs": passages}
 
-    put(tmp_path, "msmarco/test_reranking_data_k50_dep3.jsonl", [row("q", {"7": 0, "12": 3, "5": 1})])
-    put(tmp_path, "msmarco/test_reranking_data_k10_dep3.jsonl", [row(name, {"1": 1, "2": 3}) for name in "rqs"])
-    (sample,) = made(tmp_path, "helmet_rerank", words, lengths=[8192])
-    demonstrations, own = sample.prompt.split("[ID: 7]")
+    write_rows(tmp_path, "msmarco/test_reranking_data_k50_dep3.jsonl", [row("q", {"7": 0, "12": 3, "5": 1})])
+    write_rows(tmp_path, "msmarco/test_reranking_data_k10_dep3.jsonl", [row(name, {"1": 1, "2": 3}) for name in "rqs"])
+    (sample,) = samples_of(tmp_path, "helmet_rerank", words, lengths=[8192])
+    demonstrations, question = sample.prompt.split("[ID: 7]")
     assert demonstrations.count("[ID: 1] Document: text 1\n\n[ID: 2] Document: text 2\n\nQuery: ") == 2
-    assert demonstrations.count("\nRanking: 2 > 1\n\n") == 2 and "Query: q" not in demonstrations
-    assert own == " Document: text 7\n\n[ID: 12] Document: text 12\n\n[ID: 5] Document: text 5\n\nQuery: q\nRanking:"
-    best = 3 + 1 / math.log2(3)
-    for said, gained in (
-        (" 12 > 5 > 7", best),
-        ("[ID: 5] > ID12\n12 > 5", 1 + 3 / math.log2(3)),
-        ("9 > 7", 0),
-        ("", 0),
-    ):
-        assert score(sample, said) == pytest.approx(gained / best)
-    assert made(tmp_path, "helmet_rerank", words) == []
+    assert demonstrations.count("\nRanking: 2 > 1\n\n") == 2
+    assert "Query: q" not in demonstrations
+    assert question == (
+        " Document: text 7\n\n[ID: 12] Document: text 12\n\n[ID: 5] Document: text 5\n\nQuery: q\nRanking:"
+    )
+    best_gain = 3 + 1 / math.log2(3)
+    gain_of_swapped = 1 + 3 / math.log2(3)
+    assert score(sample, " 12 > 5 > 7") == pytest.approx(1)
+    assert score(sample, "[ID: 5] > ID12\n12 > 5") == pytest.approx(gain_of_swapped / best_gain)
+    assert score(sample, "9 > 7") == pytest.approx(0)
+    assert score(sample, "") == pytest.approx(0)
+    assert samples_of(tmp_path, "helmet_rerank", words) == []
 
 
 def test_icl(tmp_path: Path, words: Any) -> None:
-    train = [{"text": f"{label} {number}", "label": label} for label in range(5) for number in range(60)]
-    put(tmp_path, "icl/trec_coarse/train.jsonl", train)
-    put(tmp_path, "icl/trec_coarse/test.jsonl", [{"text": "new", "label": 3}, {"text": "other", "label": 3}])
-    first, second = made(tmp_path, "helmet_icl_trec_coarse", words)
-    shown = [each.split("\nlabel: ") for each in first.context.split("nothing else. \n\n")[1].split("\n\n")]
-    assert len(shown) == 200
-    counts = Counter(text.split()[0] for text, _ in shown)
-    assert counts == dict.fromkeys("01234", 40)
-    names = {(text.split()[0], label) for text, label in shown}
-    assert len(names) == 5 and ("3", first.references[0]) in names
-    assert first.prompt.endswith("\n\nnew\nlabel:") and first.question == "\n\nnew\nlabel:"
+    train: list[dict[str, Any]] = []
+    for label in range(5):
+        train += [{"text": f"{label} {number}", "label": label} for number in range(60)]
+    write_rows(tmp_path, "icl/trec_coarse/train.jsonl", train)
+    write_rows(tmp_path, "icl/trec_coarse/test.jsonl", [{"text": "new", "label": 3}, {"text": "other", "label": 3}])
+    first, second = samples_of(tmp_path, "helmet_icl_trec_coarse", words)
+    _, demonstrations = first.context.split("nothing else. \n\n")
+    label_and_name: list[tuple[str, str]] = []
+    for demonstration in demonstrations.split("\n\n"):
+        text, name = demonstration.split("\nlabel: ")
+        label_and_name.append((text.split()[0], name))
+    assert len(label_and_name) == 200
+    assert Counter(label for label, _ in label_and_name) == dict.fromkeys("01234", 40)
+    assert len(set(label_and_name)) == 5
+    assert ("3", first.references[0]) in label_and_name
+    assert first.prompt.endswith("\n\nnew\nlabel:")
+    assert first.question == "\n\nnew\nlabel:"
     assert 'Only output "label: {label}" and nothing' in first.prompt
     assert first.references != second.references  # labels are drawn anew
     assert score(first, f" {first.references[0]}\n") == 1.0
 
 
 @pytest.mark.parametrize(
-    ("file", "task", "bad"),
+    ("file", "task", "changes"),
     [
         ("ruler/niah_multivalue/validation_4096.jsonl", "recall_niah_mv", {"answer": None}),
         ("ruler/niah_multivalue/validation_4096.jsonl", "recall_niah_mv", {"answer": [["1"], 2]}),
@@ -191,12 +207,24 @@ def test_icl(tmp_path: Path, words: Any) -> None:
         ("icl/trec_coarse/test.jsonl", "icl_trec_coarse", {"label": None}),
     ],
 )
-def test_bad_rows_of_helmet_are_skipped(tmp_path: Path, words: Any, file: str, task: str, bad: dict[str, Any]) -> None:
-    good = {"type_needle_v": "n", "context": "{}", "query": "q", "question": "k", "text": "t", "label": 1}
-    good |= {"answer": "v", "answers": ["v"], "ctxs": [{"title": "T", "text": "x"}], "demos": []}
-    put(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [])
-    put(tmp_path, "icl/trec_coarse/train.jsonl", [{"text": f"{label}", "label": label} for label in range(3)])
-    put(tmp_path, file, [good, {**good, **bad}])
+def test_bad_rows_of_helmet_are_skipped(
+    tmp_path: Path, words: Any, file: str, task: str, changes: dict[str, Any]
+) -> None:
+    good = {
+        "type_needle_v": "n",
+        "context": "{}",
+        "query": "q",
+        "question": "k",
+        "text": "t",
+        "label": 1,
+        "answer": "v",
+        "answers": ["v"],
+        "ctxs": [{"title": "T", "text": "x"}],
+        "demos": [],
+    }
+    write_rows(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [])
+    write_rows(tmp_path, "icl/trec_coarse/train.jsonl", [{"text": f"{label}", "label": label} for label in range(3)])
+    write_rows(tmp_path, file, [good, good | changes])
     request = request_of(words)
     assert len(make_all(Benchmarks(helmet=Helmet(str(tmp_path))), [f"helmet_{task}"], request)) == 1
     assert f"{file}:2: not in the benchmark's own layout" in request.skipped[0]
@@ -206,31 +234,37 @@ def test_what_is_missing(tmp_path: Path, words: Any) -> None:
     with refused("helmet.dir", "missing"):
         make_all(Benchmarks(), ["helmet_rag"], request_of(words))
     with refused("nq-train-multikilt_1000_k3_dep6.jsonl", "missing"):
-        made(tmp_path, "helmet_rag", words)
+        samples_of(tmp_path, "helmet_rag", words)
     with refused("lengths", "unknown"):
-        made(tmp_path, "helmet", words, lengths=[1000])
+        samples_of(tmp_path, "helmet", words, lengths=[1000])
     assert len(Helmet().groups(request_of(words).protocol)[""]) == 21
-    put(tmp_path, "icl/nlu/train.jsonl", [{"text": "t", "label": None}])
+    write_rows(tmp_path, "icl/nlu/train.jsonl", [{"text": "t", "label": None}])
     with refused("train.jsonl", "data"):
-        made(tmp_path, "helmet_icl_nlu", words)
+        samples_of(tmp_path, "helmet_icl_nlu", words)
 
 
 def test_questions_about_a_long_text_are_cut_and_show_two_others(tmp_path: Path, words: Any) -> None:
     rows = [{"context": f"story {n}", "question": f"Who {n}?", "answer": [f"Ada {n}"]} for n in range(3)]
     rows[0]["context"] = "word " * 9000
-    put(tmp_path, "longqa/infbench_qa.jsonl", rows)
-    first, second, _ = made(tmp_path, "helmet_longqa_infbench_qa", words, lengths=[8192])
-    demos = sorted(f"[story text]\nQuestion: Who {n}?\nAnswer: Ada {n}" for n in (1, 2))
-    head, _, rest = first.prompt.partition("For example:\n\n")
-    assert head.endswith("using a single phrase if possible.\n\n")
-    shown, _, text = rest.partition("\n\nNow, read the following story:\n\n")
-    assert sorted(shown.split("\n\n")) == demos
+    write_rows(tmp_path, "longqa/infbench_qa.jsonl", rows)
+    first, second, _ = samples_of(tmp_path, "helmet_longqa_infbench_qa", words, lengths=[8192])
+    instruction, _, after_instruction = first.prompt.partition("For example:\n\n")
+    assert instruction.endswith("using a single phrase if possible.\n\n")
+    demonstrations, _, text = after_instruction.partition("\n\nNow, read the following story:\n\n")
+    assert sorted(demonstrations.split("\n\n")) == [
+        "[story text]\nQuestion: Who 1?\nAnswer: Ada 1",
+        "[story text]\nQuestion: Who 2?\nAnswer: Ada 2",
+    ]
     context, _, question = text.partition(" ... [the rest of the text is omitted]")
-    assert (context.count("word"), question) == (7982 - 8, "\n\nQuestion: Who 0?") and first.question == question
+    assert context.count("word") == 7982 - 8
+    assert question == "\n\nQuestion: Who 0?"
+    assert first.question == question
     assert second.prompt.endswith("story 1\n\nQuestion: Who 1?")
-    assert (first.chat, first.length, first.max_new_tokens) == (True, 8192, 10)
+    assert first.chat
+    assert first.length == 8192
+    assert first.max_new_tokens == 10
     assert score(first, "Ada 0") == pytest.approx(1)
-    assert made(tmp_path, "helmet_longqa_infbench_qa", words) == []  # HELMET has none at 4096
+    assert samples_of(tmp_path, "helmet_longqa_infbench_qa", words) == []  # HELMET has none at 4096
 
 
 class SlowTokenizer:
@@ -253,29 +287,31 @@ def test_a_text_is_cut_with_any_tokenizer(words: Any) -> None:
 
 def test_choices_are_lettered(tmp_path: Path, words: Any) -> None:
     row = {"context": "story", "question": "Who?", "options": ["Ada", "Bob", "Cy", "Di"]}
-    put(tmp_path, "longqa/infbench_choice.jsonl", [{**row, "answer": [name]} for name in ("Bob", "Di", "Ada")])
-    sample = made(tmp_path, "helmet_longqa_infbench_choice", words, lengths=[8192])[0]
+    write_rows(tmp_path, "longqa/infbench_choice.jsonl", [{**row, "answer": [name]} for name in ("Bob", "Di", "Ada")])
+    sample, *_ = samples_of(tmp_path, "helmet_longqa_infbench_choice", words, lengths=[8192])
     assert sample.prompt.endswith("story\n\nQuestion: Who?\nOptions:\nA. Ada\nB. Bob\nC. Cy\nD. Di")
-    assert "A. Ada\nB. Bob\nC. Cy\nD. Di\nAnswer: D" in sample.prompt and sample.references == ("B", "B. Bob")
-    scores = {said: score(sample, said) for said in ("B", "b.", "Answer: B", "It is B. Bob, I think", "Bob", "A or B")}
-    assert list(scores.values()) == [1, 1, 1, 1, 0, 0]
+    assert "A. Ada\nB. Bob\nC. Cy\nD. Di\nAnswer: D" in sample.prompt
+    assert sample.references == ("B", "B. Bob")
+    for right in ("B", "b.", "Answer: B", "It is B. Bob, I think"):
+        assert score(sample, right) == 1
+    for wrong in ("Bob", "A or B"):
+        assert score(sample, wrong) == 0
 
 
 @pytest.mark.parametrize(
-    ("task", "fields", "answers"),
+    ("task", "fields", "answer", "expected_score"),
     [
-        ("asqa", {"qa_pairs": [{"short_answers": ["1999", "99"]}, {"short_answers": ["Rome"]}]}, ["In Rome [1].", 0.5]),
-        ("qampari", {"answers": [["Ada", "A. L."], ["Bob"], ["Cy"]]}, ["ada [1], Bob [2][3], Zed [4].", 2 / 3]),
+        ("asqa", {"qa_pairs": [{"short_answers": ["1999", "99"]}, {"short_answers": ["Rome"]}]}, "In Rome [1].", 0.5),
+        ("qampari", {"answers": [["Ada", "A. L."], ["Bob"], ["Cy"]]}, "ada [1], Bob [2][3], Zed [4].", 2 / 3),
     ],
 )
 def test_citations_show_numbered_passages(
-    tmp_path: Path, words: Any, task: str, fields: dict[str, Any], answers: list[Any]
+    tmp_path: Path, words: Any, task: str, fields: dict[str, Any], answer: str, expected_score: float
 ) -> None:
     docs = [{"title": f"T{n}", "text": f"text {n}"} for n in range(40)]
-    put(tmp_path, f"data/alce/{task}_eval_gtr_top2000.json", [])
-    (tmp_path / f"data/alce/{task}_eval_gtr_top2000.json").write_text(
-        json.dumps([{"question": "Q?", "docs": docs, **fields}])
-    )
+    (tmp_path / "data" / "alce").mkdir(parents=True)
+    rows = [{"question": "Q?", "docs": docs, **fields}]
+    (tmp_path / "data" / "alce" / f"{task}_eval_gtr_top2000.json").write_text(json.dumps(rows))
     prompts = {
         "instruction": "Cite.",
         "demo_prompt": "{instruction}|{question}|{context}|{answer}",
@@ -284,33 +320,38 @@ def test_citations_show_numbered_passages(
     }
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / f"{task}_revised.json").write_text(json.dumps(prompts))
-    (sample,) = made(tmp_path / "data", f"helmet_cite_{task}", words, lengths=[8192])
-    assert sample.prompt.count("Cite.|D") == 2 and "|[1](Title: T0): text 0|A [1].\n\n\n" in sample.prompt
+    (sample,) = samples_of(tmp_path / "data", f"helmet_cite_{task}", words, lengths=[8192])
+    assert sample.prompt.count("Cite.|D") == 2
+    assert "|[1](Title: T0): text 0|A [1].\n\n\n" in sample.prompt
     assert "Cite.\n\nQuestion: Q?\n\n[1](Title: T0): text 0\n\n[2]" in sample.prompt
-    assert sample.prompt.endswith("[30](Title: T29): text 29") and sample.chat
-    assert score(sample, answers[0]) == pytest.approx(answers[1])
+    assert sample.prompt.endswith("[30](Title: T29): text 29")
+    assert sample.chat
+    assert score(sample, answer) == pytest.approx(expected_score)
 
 
 def test_summaries_and_answers_are_for_a_judge(tmp_path: Path, words: Any) -> None:
     rows = [{"context": f"papers {n}", "answer": f"Summary {n}", "keypoints": ["one", "two"]} for n in range(2)]
-    put(tmp_path, "summ/multi_lexsum.jsonl", rows)
-    put(tmp_path, "summ/multi_lexsum_train.jsonl", rows)
-    sample, _ = made(tmp_path, "helmet_summ_multi_lexsum", words, lengths=[8192], judge="gpt-4 single")
-    assert sample.references == ("Summary 0", "one", "two") and sample.judge == "gpt-4 single"
+    write_rows(tmp_path, "summ/multi_lexsum.jsonl", rows)
+    write_rows(tmp_path, "summ/multi_lexsum_train.jsonl", rows)
+    sample, _ = samples_of(tmp_path, "helmet_summ_multi_lexsum", words, lengths=[8192], judge="gpt-4 single")
+    assert sample.references == ("Summary 0", "one", "two")
+    assert sample.judge == "gpt-4 single"
     assert sample.prompt.endswith("Legal documents:\npapers 0\n\nNow please summarize the case.")
     for task in ("summ_multi_lexsum", "longqa_narrativeqa"):
         with refused("judge.url", "missing"):
-            made(tmp_path, f"helmet_{task}", words, lengths=[8192])
+            samples_of(tmp_path, f"helmet_{task}", words, lengths=[8192])
 
 
 def test_demonstrations_are_the_first_of_each_question_in_shuffled_order() -> None:
     """As HELMET's drop_duplicates keeps them: a later row of a question does not change the order of the others."""
     rows = [{"question": f"q{number % 5}", "number": number} for number in range(15)]
-    for name in (f"name {number}" for number in range(8)):
+    for name_number in range(8):
+        name = f"name {name_number}"
         seed = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2**31
         expected: list[dict[str, Any]] = []
         for index in np.random.default_rng(seed).permutation(15):
             if rows[index]["question"] not in [row["question"] for row in expected]:
                 expected.append(rows[index])
         assert _demonstrations(name, "question", rows) == expected[:2]
-    assert all(row["question"] != "q1" for row in _demonstrations("q1", "question", rows))
+    questions = [row["question"] for row in _demonstrations("q1", "question", rows)]
+    assert "q1" not in questions
