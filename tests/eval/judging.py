@@ -12,13 +12,15 @@ def endpoint(say: Callable[[dict[str, Any]], str | int | tuple[int, Any] | dict[
     """An endpoint that answers a request with the text or choice of `say`, or a status of failure and its reason."""
 
     def reply(body: dict[str, Any]) -> Reply:
-        said = say(body)
-        if isinstance(said, int):
-            return said, {"error": "no"}
-        if isinstance(said, tuple):
-            return said[0], {"error": said[1]}
-        choice = said if isinstance(said, dict) else {"message": {"role": "assistant", "content": said}}
-        return 200, {"choices": [choice]}
+        answer = say(body)
+        if isinstance(answer, int):
+            return answer, {"error": "no"}
+        if isinstance(answer, tuple):
+            status, reason = answer
+            return status, {"error": reason}
+        if isinstance(answer, str):
+            answer = {"message": {"role": "assistant", "content": answer}}
+        return 200, {"choices": [answer]}
 
     with server(reply, path="/v1/chat/completions") as heard:
         yield heard

@@ -13,7 +13,7 @@ from keepsight.files import write_json
 from tests.families import fresh_model
 from tests.tiny import tiny_tokenizer
 
-_PLACES = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+_IMAGE_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 _TEMPLATE = """
 {%- for message in messages %}<|{{ message['role'] }}|>
     {%- if message['content'] is string %}{{ message['content'] }}{% else %}
@@ -29,12 +29,19 @@ _TEMPLATE = """
 def save_pictured_target(folder: Path, seed: int = 0) -> Path:
     """A tiny Qwen2.5-VL with tokenizer and image processor; an image of 16 x 16 pixels has 4 tokens."""
     tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": _PLACES})
+    tokenizer.add_special_tokens({"additional_special_tokens": _IMAGE_TOKENS})
     tokenizer.chat_template = _TEMPLATE
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = {name: tokenizer.convert_tokens_to_ids(place) for name, place in zip(names, _PLACES, strict=True)}
+    image, video, start, end = (tokenizer.convert_tokens_to_ids(token) for token in _IMAGE_TOKENS)
     model = fresh_model(
-        "Qwen2.5-VL (text)", seed, vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0, **ids
+        "Qwen2.5-VL (text)",
+        seed,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
@@ -52,7 +59,9 @@ def without_videos(patch: pytest.MonkeyPatch) -> None:
 
 def row(number: int, context: str, images: list[str], response: str, choices: list[str] | None = None) -> Any:
     """A row of a data set."""
-    instance = {"context": context, "images_path": images} | ({"choice_list": choices} if choices else {})
+    instance: dict[str, Any] = {"context": context, "images_path": images}
+    if choices:
+        instance["choice_list"] = choices
     return {
         "sample_id": number,
         "task_instruction_id": 0,
@@ -67,7 +76,9 @@ def write_data_set(folder: Path, name: str, kind: str, rows: list[Any]) -> Path:
     (folder / name / "images").mkdir(parents=True, exist_ok=True)
     meta = {"task_instruction": ["Look at the pictures, then answer."], "question_type": kind, "dataset": name}
     write_json(folder / name / f"{name}.json", {"meta_data": meta, "data": rows})
-    for file in {file for each in rows for file in each["task_instance"]["images_path"]}:
-        colour = tuple(file.encode()[:3])
-        Image.new("RGB", (16, 16 + 8 * (len(file) % 2)), colour).save(folder / name / "images" / file)
+    for instance in (row["task_instance"] for row in rows):
+        for file in instance["images_path"]:
+            colour = tuple(file.encode()[:3])
+            height = 16 + 8 * (len(file) % 2)
+            Image.new("RGB", (16, height), colour).save(folder / name / "images" / file)
     return folder

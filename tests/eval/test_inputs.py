@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from keepsight.runtime.methods import SnapKV
 
 @dataclass(frozen=True)
-class Mine(SnapKV):
+class Plugin(SnapKV):
     {body}
 """
 
@@ -38,21 +38,23 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def mine(module: str) -> Any:
+def plugin_of(module: str) -> Any:
     """The class of a module, imported anew with all that it imports."""
-    for name in [name for name in sys.modules if name.startswith("plug_")]:
+    imported = [name for name in sys.modules if name.startswith("plug_")]
+    for name in imported:
         del sys.modules[name]
     importlib.invalidate_caches()
-    return importlib.import_module(module).Mine
+    return importlib.import_module(module).Plugin
 
 
 def test_an_edited_plugin_is_another_method(plugins: Path) -> None:
     path = plugins / "plug_one.py"
     path.write_text(METHOD.format(imports="", body="share: float = 0.5"))
-    first = method_text(mine("plug_one")(64))
-    assert method_text(mine("plug_one")(64)) == first != method_text(mine("plug_one")(64, share=0.25))
+    text = method_text(plugin_of("plug_one")(64))
+    assert method_text(plugin_of("plug_one")(64)) == text
+    assert method_text(plugin_of("plug_one")(64, share=0.25)) != text
     path.write_text(METHOD.format(imports="", body="share: float = 0.5\n    factor = 2"))
-    assert method_text(mine("plug_one")(64)) != first
+    assert method_text(plugin_of("plug_one")(64)) != text
 
 
 @pytest.mark.parametrize(
@@ -70,11 +72,11 @@ def test_modules_beside_a_plugin_that_it_imports_count(plugins: Path, imports: s
         (plugins / name).write_text("FACTOR = 1\n")
     (plugins / "plug_through.py").write_text("from plug_beside import FACTOR as OTHER\n")
     (plugins / "plug_one.py").write_text(METHOD.format(imports=imports, body="pass"))
-    first = plugin_digest(mine("plug_one"))
+    digest = plugin_digest(plugin_of("plug_one"))
     (plugins / "plug_unused.py").write_text("FACTOR = 2\n")
-    assert plugin_digest(mine("plug_one")) == first
+    assert plugin_digest(plugin_of("plug_one")) == digest
     (plugins / beside).write_text("FACTOR = 2\n")
-    assert plugin_digest(mine("plug_one")) != first
+    assert plugin_digest(plugin_of("plug_one")) != digest
 
 
 def test_relative_imports_of_a_package_count_and_what_lies_beside_it_does_not(plugins: Path) -> None:
@@ -85,19 +87,20 @@ def test_relative_imports_of_a_package_count_and_what_lies_beside_it_does_not(pl
     (plugins / "plug_beside.py").write_text("FACTOR = 1\n")
     imports = "from .parts.deep import FACTOR\nfrom . import other\nimport plug_beside"
     (package / "method.py").write_text(METHOD.format(imports=imports, body="pass"))
-    digests = [plugin_digest(mine("plug_package.method"))]
+    digests = [plugin_digest(plugin_of("plug_package.method"))]
     for name in ("parts/deep.py", "other.py"):
         (package / name).write_text("FACTOR = 2\n")
-        digests.append(plugin_digest(mine("plug_package.method")))
+        digests.append(plugin_digest(plugin_of("plug_package.method")))
     assert len(set(digests)) == 3
     (plugins / "plug_beside.py").write_text("FACTOR = 2\n")
-    assert plugin_digest(mine("plug_package.method")) == digests[-1]
+    assert plugin_digest(plugin_of("plug_package.method")) == digests[-1]
 
 
 def test_keepsights_own_methods_have_no_source_digest_and_every_option_counts() -> None:
     assert plugin_digest(SnapKV) is None
     texts = {method_text(SnapKV(64)), method_text(SnapKV(128)), method_text(SnapKV(64, window=8))}
-    assert len(texts) == 3 and "" not in texts
+    assert len(texts) == 3
+    assert "" not in texts
 
 
 def test_a_class_without_a_file_has_no_text() -> None:

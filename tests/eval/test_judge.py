@@ -18,7 +18,9 @@ from tests.refused import refused
 FIRST = Sample("81", "mt_bench_turn_1", 512, "Name a {fish}.", (), "mt_bench", 16, judge="j")
 SECOND = Sample("81", "mt_bench_turn_2", 512, "And a bird?", (), "mt_bench", 16, earlier=(FIRST.prompt,), judge="j")
 MATHS = Sample("111", "mt_bench_turn_1", 512, "1 + 1?", ("two", "three"), "mt_bench", 16, judge="j")
-MORE = Sample("111", "mt_bench_turn_2", 512, "And 1?", ("two", "three"), "mt_bench", 16, earlier=("1 + 1?",), judge="j")
+MATHS_AGAIN = Sample(
+    "111", "mt_bench_turn_2", 512, "And 1?", ("two", "three"), "mt_bench", 16, earlier=("1 + 1?",), judge="j"
+)
 TEXT = Sample("0", "longwriter", 512, "Write 100 words.", (), LONGBENCH_WRITE, 16, judge="j")
 MARKS = {"Relevance": 5, "Accuracy": 4, "Coherence": 3, "Clarity": 2, "Breadth and Depth": 1, "Reading Experience": 3}
 
@@ -55,9 +57,12 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_answer_is_rated(words: str, expected: float) -> None:
     with endpoint(lambda _: words) as heard:
         (judged,) = Judge(heard.url).score(FIRST, rows(" A cod. "))
-    assert judged.score == pytest.approx(expected) and judged.judgments == [words]
+    assert judged.score == pytest.approx(expected)
+    assert judged.judgments == [words]
     (body,) = heard.bodies
-    assert body["temperature"] == 0 and body["max_tokens"] == 2048 and body["model"] == "gpt-4"
+    assert body["temperature"] == 0
+    assert body["max_tokens"] == 2048
+    assert body["model"] == "gpt-4"
     system, user = body["messages"]
     assert system == {"role": "system", "content": "You are a helpful assistant."}
     assert user["content"].startswith(
@@ -73,26 +78,31 @@ def test_the_second_turn_is_judged_with_the_first() -> None:
     with endpoint(lambda _: "[[5]]") as heard:
         Judge(heard.url).score(SECOND, rows("A gull.", before=("A cod.",)))
         Judge(heard.url).score(MATHS, rows("2"))
-        Judge(heard.url).score(MORE, rows("3", before=("2",)))
-    general, maths, more = (body["messages"][-1]["content"] for body in heard.bodies)
-    told = (
+        Judge(heard.url).score(MATHS_AGAIN, rows("3", before=("2",)))
+    general, maths, maths_again = (body["messages"][-1]["content"] for body in heard.bodies)
+    conversation = (
         "### User:\nName a {fish}.\n\n### Assistant A:\nA cod.\n\n### User:\nAnd a bird?\n\n### Assistant A:\nA gull."
     )
     assert general == (
-        f"<|The Start of Assistant A's Conversation with User|>\n\n{told}\n\n"
+        f"<|The Start of Assistant A's Conversation with User|>\n\n{conversation}\n\n"
         "<|The End of Assistant A's Conversation with User|>"
     )
     assert "second user question" in heard.bodies[0]["messages"][0]["content"]
-    assert "[The Start of Reference Answer]\ntwo\n[The End of Reference Answer]" in maths and "three" not in maths
-    assert more.startswith("<|The Start of Reference Answer|>\n\n### User:\n1 + 1?\n\n### Reference answer:\ntwo\n\n")
-    assert "### User:\nAnd 1?\n\n### Reference answer:\nthree\n\n<|The End of Reference Answer|>\n\n\n<|The" in more
+    assert "[The Start of Reference Answer]\ntwo\n[The End of Reference Answer]" in maths
+    assert "three" not in maths
+    assert maths_again.startswith(
+        "<|The Start of Reference Answer|>\n\n### User:\n1 + 1?\n\n### Reference answer:\ntwo\n\n"
+    )
+    end_of_reference = "### User:\nAnd 1?\n\n### Reference answer:\nthree\n\n<|The End of Reference Answer|>\n\n\n<|The"
+    assert end_of_reference in maths_again
 
 
 def test_equal_answers_are_judged_once_and_judged_rows_keep_their_scores() -> None:
     with endpoint(lambda _: "[[9]]") as heard:
-        given = [*rows("same", "same", "other"), row("m", 64, 0.3, answer="judged before")]
-        judged = Judge(heard.url).score(FIRST, given)
-    assert [each.score for each in judged] == [0.9, 0.9, 0.9, 0.3] and len(heard.bodies) == 2
+        judged_before = row("m", 64, 0.3, answer="judged before")
+        judged = Judge(heard.url).score(FIRST, [*rows("same", "same", "other"), judged_before])
+    assert [judged_row.score for judged_row in judged] == [0.9, 0.9, 0.9, 0.3]
+    assert len(heard.bodies) == 2
 
 
 @pytest.mark.parametrize(
@@ -101,33 +111,40 @@ def test_equal_answers_are_judged_once_and_judged_rows_keep_their_scores() -> No
     [("AB", 1.0), ("BA", 0.0), ("AA", 0.5), ("CC", 0.5), ("AC", 0.5), ("CB", 0.5)],
 )
 def test_pairs_are_compared_in_both_orders(verdicts: str, expected: float) -> None:
+    verdict_of_game_1, verdict_of_game_2 = verdicts
+
     def say(body: dict[str, Any]) -> str:
         text = body["messages"][-1]["content"]
-        first = text.index("variant's") < text.index("full one's")
-        return f"I think [[{verdicts[0 if first else 1]}]]"
+        if text.index("variant's") < text.index("full one's"):
+            return f"I think [[{verdict_of_game_1}]]"
+        return f"I think [[{verdict_of_game_2}]]"
 
     with endpoint(say) as heard:
-        full, variant, same = Judge(heard.url, mode="pairwise").score(
+        full, variant, same_as_full = Judge(heard.url, mode="pairwise").score(
             FIRST, rows("full one's", "variant's", "full one's")
         )
-    assert variant.score == expected and full.score == same.score == 0.5
+    assert variant.score == expected
+    assert full.score == 0.5
+    assert same_as_full.score == 0.5
     assert len(heard.bodies) == 2
-    assert any(
-        body["messages"][1]["content"]
-        == "[User Question]\nName a {fish}.\n\n[The Start of Assistant A's Answer]\nvariant's\n"
+    prompts = [body["messages"][1]["content"] for body in heard.bodies]
+    prompt_of_game_1 = (
+        "[User Question]\nName a {fish}.\n\n[The Start of Assistant A's Answer]\nvariant's\n"
         "[The End of Assistant A's Answer]\n\n[The Start of Assistant B's Answer]\nfull one's\n"
         "[The End of Assistant B's Answer]"
-        for body in heard.bodies
     )
+    assert prompt_of_game_1 in prompts
 
 
 def test_texts_get_six_marks() -> None:
-    odd = dict.fromkeys(MARKS, True)
-    said = iter([json.dumps(odd), json.dumps({"Relevance": 5}), f"So:\n```json\n{json.dumps(MARKS, indent=1)}\n```"])
-    with endpoint(lambda _: next(said)) as heard:
+    no_numbers = json.dumps(dict.fromkeys(MARKS, True))
+    one_mark = json.dumps({"Relevance": 5})
+    all_marks = f"So:\n```json\n{json.dumps(MARKS, indent=1)}\n```"
+    replies = iter([no_numbers, one_mark, all_marks])
+    with endpoint(lambda _: next(replies)) as heard:
         (judged,) = Judge(heard.url).score(TEXT, rows("Words."))
     assert judged.score == pytest.approx((4 + 3 + 2 + 1 + 0 + 2) / 4 / 6)
-    assert len(heard.bodies) == 3 and {body["temperature"] for body in heard.bodies} == {0.5}
+    assert [body["temperature"] for body in heard.bodies] == [0.5] * 3
     (message,) = heard.bodies[0]["messages"]
     assert "<User Request>\n\nWrite 100 words.\n\n</User Request>\n\n<Response>\n\nWords." in message["content"]
 
@@ -143,11 +160,12 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
     with endpoint(lambda _: 401) as heard, refused("judge.url", "service"):
         Judge(heard.url).score(FIRST, rows("A cod."))
     assert len(heard.bodies) == 1
-    said: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": [7]}}, "[[1]]"])
+    replies: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": [7]}}, "[[1]]"])
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with endpoint(lambda _: next(said)) as heard:
-        assert Judge(heard.url).score(FIRST, rows("A cod."))[0].score == 0.1
-    assert {each["authorization"] for each in heard.headers} == {"Bearer secret"}
+    with endpoint(lambda _: next(replies)) as heard:
+        (judged,) = Judge(heard.url).score(FIRST, rows("A cod."))
+    assert judged.score == 0.1
+    assert {headers["authorization"] for headers in heard.headers} == {"Bearer secret"}
     with refused("judge.url", "service"):
         Judge(heard.url).score(FIRST, rows("A cod."))  # it is gone
 
@@ -194,10 +212,21 @@ def test_marks_outside_the_scale_thinking_and_quotes_are_no_verdict(words: str) 
 
 
 def test_nan_among_six_marks_is_no_verdict() -> None:
-    wrong = [json.dumps(MARKS | {"Clarity": mark}) for mark in (math.nan, 9, None)]
-    said = iter([*wrong, "[" * 100_000, f"<think>{json.dumps(MARKS | {'Clarity': 5})}</think>{json.dumps(MARKS)}"])
-    with endpoint(lambda _: next(said)) as heard:
-        assert Judge(heard.url).score(TEXT, rows("Words."))[0].score == pytest.approx(0.5)
+    def marks(clarity: float | None) -> str:
+        return json.dumps(MARKS | {"Clarity": clarity})
+
+    replies = iter(
+        [
+            marks(math.nan),
+            marks(9),
+            marks(None),
+            "[" * 100_000,
+            f"<think>{marks(5)}</think>{json.dumps(MARKS)}",
+        ]
+    )
+    with endpoint(lambda _: next(replies)) as heard:
+        (judged,) = Judge(heard.url).score(TEXT, rows("Words."))
+    assert judged.score == pytest.approx(0.5)
 
 
 def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
@@ -209,19 +238,23 @@ def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
 
     with endpoint(say) as heard:
         judge = Judge(heard.url, options={"reasoning_effort": "low"})
-        assert judge.score(FIRST, rows("A cod."))[0].score == 0.7
+
+        def score() -> float:
+            (judged,) = judge.score(FIRST, rows("A cod."))
+            return judged.score
+
+        assert score() == 0.7
         assert len(heard.bodies) == 3
-        assert heard.bodies[-1]["max_completion_tokens"] == 2048 and heard.bodies[-1]["reasoning_effort"] == "low"
+        assert heard.bodies[-1]["max_completion_tokens"] == 2048
+        assert heard.bodies[-1]["reasoning_effort"] == "low"
         judge.options = {"max_completion_tokens": 99, "temperature": None}
-        assert judge.score(FIRST, rows("A cod."))[0].score == 0.7
+        assert score() == 0.7
         assert len(heard.bodies) == 4
-        judge.options["max_tokens"] = judge.options.pop("max_completion_tokens")
-        assert judge.score(FIRST, rows("A cod."))[0].score == 0.7
-    assert (
-        heard.bodies[-1]["max_completion_tokens"] == 99
-        and len(heard.bodies) == 6
-        and heard.bodies[-1].keys() == {"model", "messages", "max_completion_tokens"}
-    )
+        judge.options = {"max_tokens": 99, "temperature": None}
+        assert score() == 0.7
+    assert len(heard.bodies) == 6
+    assert heard.bodies[-1].keys() == {"model", "messages", "max_completion_tokens"}
+    assert heard.bodies[-1]["max_completion_tokens"] == 99
 
 
 def test_helmets_answers_and_summaries_are_marked() -> None:
@@ -233,21 +266,28 @@ def test_helmets_answers_and_summaries_are_marked() -> None:
     assert judged.score == pytest.approx(2 / 3)
     (message,) = heard.bodies[0]["messages"]
     assert message["content"].endswith("\n\nQuestion: Who?\nCorrect answers: Ada; A.\nAnswer: Bob")
-    said = {"key points": '{"recall": 1}', "sentences": '{"precision": 3, "sentences": 4}', "fluency": '{"fluency": 1}'}
+    replies = {
+        "key points": '{"recall": 1}',
+        "sentences": '{"precision": 3, "sentences": 4}',
+        "fluency": '{"fluency": 1}',
+    }
 
     def say(body: dict[str, Any]) -> str:
-        text = body["messages"][0]["content"].split("\n")[0]
-        return next(words for part, words in said.items() if part in text)
+        instruction, *_ = body["messages"][0]["content"].split("\n")
+        return next(reply for subject, reply in replies.items() if subject in instruction)
 
     summary = Sample("1", "t", 1, "text", ("expert's", "one", "two"), "helmet-summary", 9, judge="j")
     with endpoint(say) as heard:
         (judged,) = Judge(heard.url).score(summary, rows("short"))
-        assert judged.score == pytest.approx(2 * 0.5 * 0.75 / 1.25) and len(judged.judgments or ()) == 3
-        asked = [body["messages"][0]["content"] for body in heard.bodies]
-        assert any("Key points:\n1. one\n2. two\n" in each for each in asked)
-        assert any("Expert's summary: expert's\n" in each for each in asked)
-        said["fluency"] = '{"fluency": 0}'
-        assert Judge(heard.url).score(summary, rows("short"))[0].score == 0
-        said["key points"] = '{"recall": 3}'  # of two
+        assert judged.score == pytest.approx(2 * 0.5 * 0.75 / 1.25)
+        assert judged.judgments is not None
+        assert len(judged.judgments) == 3
+        prompts = [body["messages"][0]["content"] for body in heard.bodies]
+        assert any("Key points:\n1. one\n2. two\n" in prompt for prompt in prompts)
+        assert any("Expert's summary: expert's\n" in prompt for prompt in prompts)
+        replies["fluency"] = '{"fluency": 0}'
+        (judged,) = Judge(heard.url).score(summary, rows("short"))
+        assert judged.score == 0
+        replies["key points"] = '{"recall": 3}'  # of two
         with refused("judge.model", "data", BadRow):
             Judge(heard.url).score(summary, rows("short"))

@@ -55,28 +55,28 @@ def folder(tmp_path: Path) -> Path:
     return write_data_set(tmp_path, "IEdit", "open-ended", QUESTIONS)
 
 
-def made(target: Target, folder: Path, *names: str, **changes: Any) -> list[RenderedSample]:
-    request = TaskRequest(target.tokenizer, context=changes.pop("context", 4096), **changes)
-    request = replace(request, processor=partial(processor_of, target))
-    return make_all(Benchmarks(milebench=MileBench(str(folder))), names or ["milebench"], request)
+def samples_of(target: Target, folder: Path, *tasks: str, context: int = 4096, **options: Any) -> list[RenderedSample]:
+    request = TaskRequest(target.tokenizer, context=context, processor=partial(processor_of, target), **options)
+    return make_all(Benchmarks(milebench=MileBench(str(folder))), tasks or ["milebench"], request)
 
 
 def test_samples_are_those_of_the_reference(target: Target, folder: Path) -> None:
-    edit, first, second = made(target, folder)
-    assert [each.key for each in (edit, first)] == [
-        ("milebench_IEdit", 512, "0"),
-        ("milebench_SceneTransition", 512, "7"),
-    ]
+    edit, first, second = samples_of(target, folder)
+    assert edit.key == ("milebench_IEdit", 512, "0")
+    assert first.key == ("milebench_SceneTransition", 512, "7")
     assert edit.prompt == "Look at the pictures, then answer.\n{image#1}What is seen here?"
     assert first.prompt == (
         "Look at the pictures, then answer.\nBefore {image#1} and after {image#2}\nWhat has changed?\n"
         "Choice list: \nA. red\nB. dark blue\nYour answer is: "
     )
-    assert (edit.metric, first.metric, first.max_new_tokens) == ("milebench_rouge_l", "milebench_choice", 512)
-    assert (first.references, first.classes) == (("dark blue",), tuple(CHOICES))
-    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert edit.metric == "milebench_rouge_l"
+    assert first.metric == "milebench_choice"
+    assert first.max_new_tokens == 512
+    assert first.references == ("dark blue",)
+    assert first.classes == tuple(CHOICES)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
     assert second.pictures.text == (
-        f"<|user|>Look at the pictures, then answer.\n{place}{place} and {place}: which?\nChoice list: \nA. red\n"
+        f"<|user|>Look at the pictures, then answer.\n{image}{image} and {image}: which?\nChoice list: \nA. red\n"
         "B. dark blue\nYour answer is: <|end|><|assistant|>"
     )
     # Tables and images are counted apart: the files come in the order of the text.
@@ -84,26 +84,29 @@ def test_samples_are_those_of_the_reference(target: Target, folder: Path) -> Non
     inputs = second.pictures.inputs()
     # 16 x 16 pixels are 4 x 4 patches, 4 of them a token; 16 x 24 pixels are 6 tokens. An odd name has 24 rows.
     assert inputs["image_grid_thw"].tolist() == [[1, 6, 4], [1, 6, 4], [1, 4, 4]]
-    image = target.model.config.image_token_id
-    assert int((second.prompt_ids == image).sum()) == 6 + 6 + 4
+    is_image = second.prompt_ids == target.model.config.image_token_id
+    assert is_image.sum() == 6 + 6 + 4
     assert torch.equal(inputs["input_ids"][0], second.prompt_ids)
-    assert torch.equal(inputs["mm_token_type_ids"][0] == 1, second.prompt_ids == image)
-    assert [each.key for each in made(target, folder, "milebench_IEdit")] == [edit.key]
-    assert [each.id for each in made(target, folder, samples=1)] == ["0", "7"]
+    assert torch.equal(inputs["mm_token_type_ids"][0] == 1, is_image)
+    (only_edit,) = samples_of(target, folder, "milebench_IEdit")
+    assert only_edit.key == edit.key
+    assert [sample.id for sample in samples_of(target, folder, samples=1)] == ["0", "7"]
 
 
 def test_the_digest_depends_on_the_files(target: Target, folder: Path) -> None:
-    (before,) = made(target, folder, "milebench_IEdit")
-    digest = sample_digest(before)
-    assert sample_digest(made(target, folder, "milebench_IEdit")[0]) == digest
-    path = folder / "IEdit" / "images" / "z.png"
-    path.write_bytes((folder / "SceneTransition" / "images" / "y.png").read_bytes())
-    assert sample_digest(before) != digest
+    (sample,) = samples_of(target, folder, "milebench_IEdit")
+    digest = sample_digest(sample)
+    (same_sample,) = samples_of(target, folder, "milebench_IEdit")
+    assert sample_digest(same_sample) == digest
+    other_image = (folder / "SceneTransition" / "images" / "y.png").read_bytes()
+    (folder / "IEdit" / "images" / "z.png").write_bytes(other_image)
+    assert sample_digest(sample) != digest
 
 
 @pytest.fixture(scope="module")
 def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Variant]:
-    adapter, draft = tmp_path_factory.mktemp("adapter"), save_pictured_target(tmp_path_factory.mktemp("draft"), seed=7)
+    adapter = tmp_path_factory.mktemp("adapter")
+    draft = save_pictured_target(tmp_path_factory.mktemp("draft"), seed=7)
     module = Lookahead(load_target(target.name, device="cpu").model, LookaheadSettings(tokens=4, rank=2))
     module.adapter().save(adapter, Provenance(target.name), "# Card\n")
     source = named_draft(str(draft), target, dtype="float32", device="cpu")
@@ -117,77 +120,80 @@ def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[V
     ]
 
 
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("index", [0, 2])
 def test_answers_equal_generate_with_the_pixels(
-    target: Target, variants: list[Variant], folder: Path, place: int
+    target: Target, variants: list[Variant], folder: Path, index: int
 ) -> None:
-    sample = replace(made(target, folder)[place], max_new_tokens=8)
-    rows = run_samples(target, [sample], variants, MANY)[0]
+    sample = replace(samples_of(target, folder)[index], max_new_tokens=8)
+    (rows,) = run_samples(target, [sample], variants, MANY)
     inputs = sample.pictures.inputs()
-    for method, one in zip([FullCache(), *(each.method for each in variants)], rows, strict=True):
+    methods = [FullCache(), *(variant.method for variant in variants)]
+    for method, measured in zip(methods, rows, strict=True):
         answer = generate(target.model, method=method, max_new_tokens=8, **inputs)
-        assert one.answer == target.tokenizer.decode(answer[0], skip_special_tokens=True), one.method
+        assert measured.answer == target.tokenizer.decode(answer[0], skip_special_tokens=True), measured.method
+    *other_rows, fastv_row = rows
     tokens = len(sample.prompt_ids)
-    assert [each.kept for each in rows[:-1]] == [tokens, 24, 24, 32, tokens, 24]
-    assert 4 < rows[-1].kept < tokens, "the first layer's entries all stay, and text in the others"
-    assert all(each.score in (0.0, 1.0) or each.task == "milebench_IEdit" for each in rows)
-    blind = replace(sample, pictures=None)
-    assert run_samples(target, [blind], variants[:1], MANY)[0][1].excess_nll != rows[1].excess_nll
+    assert [measured.kept for measured in other_rows] == [tokens, 24, 24, 32, tokens, 24]
+    assert 4 < fastv_row.kept < tokens, "the first layer's entries all stay, and text in the others"
+    if sample.task != "milebench_IEdit":
+        assert {measured.score for measured in rows} <= {0.0, 1.0}
+    without_images = replace(sample, pictures=None)
+    ((_, blind_row),) = run_samples(target, [without_images], variants[:1], MANY)
+    assert blind_row.excess_nll != rows[1].excess_nll
 
 
 def test_what_reads_no_images_is_refused(target: Target, folder: Path, tmp_path: Path) -> None:
-    samples = made(target, folder)
+    samples = samples_of(target, folder)
     with refused("methods", "model"):
         check_samples(target, samples, [Variant("quest", Quest(64))])
     with refused("question", "missing"):
         render_apart(samples[0], target.tokenizer)
-    text = load_target(str(save_tiny_target(tmp_path / "text")), device="cpu")
+    text_target = load_target(str(save_tiny_target(tmp_path / "text")), device="cpu")
     with refused("model.id", "model"):
-        made(text, folder)
+        samples_of(text_target, folder)
 
 
 def test_samples_beyond_the_context_are_counted(target: Target, folder: Path) -> None:
     notes: dict[str, str] = {}
-    first, second = made(target, folder, "milebench_SceneTransition")
+    first, second = samples_of(target, folder, "milebench_SceneTransition")
     context = len(second.prompt_ids) + 512
     assert len(first.prompt_ids) > len(second.prompt_ids)
-    samples = made(target, folder, "milebench_SceneTransition", context=context, notes=notes)
-    assert [each.id for each in samples] == ["8"]
+    samples = samples_of(target, folder, "milebench_SceneTransition", context=context, notes=notes)
+    assert [sample.id for sample in samples] == ["8"]
     assert notes["milebench_SceneTransition"] == f"1 samples do not fit the context of {context} tokens"
 
 
 def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_path: Path) -> None:
-    def cannot_be_read(field: str, code: Code, *names: str) -> None:
+    def require_refused(field: str, code: Code, *tasks: str) -> None:
         with refused(field, code):
-            made(target, folder, *names)
+            samples_of(target, folder, *tasks)
 
     path = folder / "IEdit" / "IEdit.json"
-    whole = json.loads(path.read_text())
+    meta_data = json.loads(path.read_text())["meta_data"]
 
-    def with_row(**changes: Any) -> None:
-        data = [{**QUESTIONS[0], **changes}]
-        path.write_text(json.dumps({"meta_data": whole["meta_data"], "data": data}))
+    def write_row(**changes: Any) -> None:
+        path.write_text(json.dumps({"meta_data": meta_data, "data": [QUESTIONS[0] | changes]}))
 
-    cannot_be_read("tasks", "unknown", "milebench_Nothing")
-    with_row(task_instruction_id=3)
-    cannot_be_read("task_instruction", "missing")
+    require_refused("tasks", "unknown", "milebench_Nothing")
+    write_row(task_instruction_id=3)
+    require_refused("task_instruction", "missing")
     for response in ("", None, {"a": 1}):
-        with_row(response=response)
-        cannot_be_read("response", "missing")
-    with_row(task_instance={"context": "What?", "images_path": ["z.png"]})
-    cannot_be_read("image", "data")
-    with_row(task_instance={"context": "{image#1}", "images_path": ["gone.png"]})
-    cannot_be_read("image", "missing")
-    with_row(task_instance={"context": "{image#1}", "images_path": ["../../z.png"]})
-    cannot_be_read("image", "file")
+        write_row(response=response)
+        require_refused("response", "missing")
+    write_row(task_instance={"context": "What?", "images_path": ["z.png"]})
+    require_refused("image", "data")
+    write_row(task_instance={"context": "{image#1}", "images_path": ["gone.png"]})
+    require_refused("image", "missing")
+    write_row(task_instance={"context": "{image#1}", "images_path": ["../../z.png"]})
+    require_refused("image", "file")
     (folder / "IEdit" / "images" / "z.png").write_bytes(b"no image")
-    with_row()
-    cannot_be_read("z.png", "file")
+    write_row()
+    require_refused("z.png", "file")
     path.write_text(json.dumps({"meta_data": {"question_type": "other", "task_instruction": []}, "data": []}))
-    cannot_be_read("IEdit.json", "type")
-    write_data_set(folder, "SceneTransition", "multi-choice", [{**SCENES[0], "response": "green"}])
-    cannot_be_read("response", "unknown", "milebench_SceneTransition")
+    require_refused("IEdit.json", "type")
+    write_data_set(folder, "SceneTransition", "multi-choice", [SCENES[0] | {"response": "green"}])
+    require_refused("response", "unknown", "milebench_SceneTransition")
     with refused("milebench.dir", "missing"):
-        made(target, tmp_path / "nothing")
+        samples_of(target, tmp_path / "nothing")
     with refused("milebench.dir", "missing"):
         make_all(Benchmarks(), ["milebench"], TaskRequest(target.tokenizer, context=4096))
