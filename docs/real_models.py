@@ -88,9 +88,15 @@ def shown(method: str, adapter: str | None = None) -> str:
 def tasks_of(run: Run) -> str:
     """What pages call the tasks of an evaluation."""
     settings = run.settings
-    kinds = dict.fromkeys(task.partition("_")[0] for task in settings["tasks"])
+    tasks = settings["tasks"]
+    kinds = dict.fromkeys(task.partition("_")[0] for task in tasks)
     files = {*(settings.get("jsonl") or {}).get("files", [])}
-    names = {"ruler": "RULER", "niah": "needles", "jsonl": "code" if files and files <= CODE else "real prompts"}
+    only_needles = all(task.startswith("ruler_niah_") for task in tasks)
+    names = {
+        "ruler": "RULER's needles" if only_needles else "RULER",
+        "niah": "needles",
+        "jsonl": "code" if files and files <= CODE else "real prompts",
+    }
     return ", ".join(names.get(kind, kind) for kind in kinds)
 
 

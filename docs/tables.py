@@ -408,14 +408,16 @@ SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 RULER_RUNS = {
     "1024": {"seen": "ruler130_seen", "unseen": "ruler130_unseen"},
     "2048": {"seen": "ruler2048_seen", "unseen": "ruler2048_unseen"},
+    "4096": {"seen": "ruler4096_seen", "unseen": "ruler4096_unseen"},
 }
-"""The runs of RULER's tasks with SmolLM2 and ten samples of each, by the prompts' tokens and by question."""
+"""The runs of RULER's tasks with SmolLM2, by the prompts' tokens and by question; of its needles alone at 4,096."""
 RULER_BUDGET = "128"
 """The budget of RULER's column in short tables; that of needles is 64."""
 CONTINUED = {
     "all110_reads": "all110",
     "all110_more": "all110",
     "ladders110": "all110",
+    "pruned110": "all110",
     "pruned11": "all_seen",
     "all_needles_reads": "all_needles",
     "needles_more": "all_needles",
@@ -1161,6 +1163,7 @@ TABLE_FUNCTIONS = {
     "score-tasks": score_tasks_table,
     "ruler-questions-1024": partial(ruler_questions_table, "1024"),
     "ruler-questions-2048": partial(ruler_questions_table, "2048"),
+    "ruler-questions-4096": partial(ruler_questions_table, "4096"),
     "short-scores": short_scores_table,
     "short-sources": short_sources_table,
     "short-kvpress": short_kvpress_table,
