@@ -21,10 +21,10 @@ _FLAGS = (
     "--remote-debugging-pipe",
 )
 _OVERFLOWING = """
-[...document.querySelectorAll("body *")].filter((each) => {
-  const box = each.getBoundingClientRect();
-  return box.width && !each.closest("svg svg, pre, .prompt") && (box.right > innerWidth + 1 || box.left < -1);
-}).map((each) => `${each.tagName}.${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 40)}`)
+[...document.querySelectorAll("body *")].filter((node) => {
+  const box = node.getBoundingClientRect();
+  return box.width && !node.closest("svg svg, pre, .prompt") && (box.right > innerWidth + 1 || box.left < -1);
+}).map((node) => `${node.tagName}.${node.className.baseVal ?? node.className}: ${node.textContent.slice(0, 40)}`)
 """
 
 
@@ -32,8 +32,13 @@ class Page:
     """One page at a time in a browser that runs."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        self._commands, self._answers, self._unread = os.fdopen(commands, "wb"), answers, b""
-        self._number, self._session, self._loaded, self.problems = 0, None, False, list[str]()
+        self._commands = os.fdopen(commands, "wb")
+        self._answers = answers
+        self._unread = b""
+        self._commands_sent = 0
+        self._session: str | None = None
+        self._has_loaded = False
+        self.problems = list[str]()
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -50,9 +55,10 @@ class Page:
         """
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._send("Emulation.setDeviceMetricsOverride", **size)
-        self.problems, self._loaded = [], False
+        self.problems = []
+        self._has_loaded = False
         self._send("Page.navigate", url=path.resolve().as_uri())
-        while not self._loaded:
+        while not self._has_loaded:
             self._read()
         until = time.monotonic() + 30
         while not self.run(f"document.fonts.ready.then(() => Boolean({ready}))"):
@@ -74,8 +80,8 @@ class Page:
         """What reaches beyond the window's sides, and boxes that hide a part of what is in them."""
         wider = self.run("document.documentElement.scrollWidth > innerWidth ? ['the page'] : []")
         hidden = self.run(
-            "[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)"
-            ".map((each) => 'cut: ' + each.firstElementChild.id)"
+            "[...document.querySelectorAll('.scroll')].filter((node) => node.scrollWidth > node.clientWidth + 1)"
+            ".map((node) => 'cut: ' + node.firstElementChild.id)"
         )
         return [*wider, *hidden, *self.run(_OVERFLOWING)]
 
@@ -85,13 +91,16 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     def _send(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params}
-        message |= {"sessionId": self._session} if self._session else {}
+        self._commands_sent += 1
+        number = self._commands_sent
+        message = {"id": number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
         self._commands.write(json.dumps(message).encode() + b"\0")
         self._commands.flush()
-        while (answer := self._read()).get("id") != self._number:
-            pass
+        answer = self._read()
+        while answer.get("id") != number:
+            answer = self._read()
         assert "error" not in answer, answer
         return answer["result"]
 
@@ -99,18 +108,20 @@ class Page:
         """The next message, which ends with a NUL; loads and complaints are noted."""
         while b"\0" not in self._unread:
             assert select.select([self._answers], [], [], 120)[0], "the browser says nothing"
-            said = os.read(self._answers, 1 << 16)
-            assert said, "the browser has ended"
-            self._unread += said
+            data = os.read(self._answers, 1 << 16)
+            assert data, "the browser has ended"
+            self._unread += data
         text, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
         params = message.get("params", {})
-        self._loaded |= message.get("method") == "Page.loadEventFired"
-        if message.get("method") == "Runtime.exceptionThrown":
+        event = message.get("method")
+        if event == "Page.loadEventFired":
+            self._has_loaded = True
+        elif event == "Runtime.exceptionThrown":
             self.problems.append(str(params["exceptionDetails"]))
-        if message.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+        elif event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.problems.append(params["entry"]["text"])
-        if message.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif event == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
             self.problems.append(str(params["args"]))
         return message
 

@@ -22,12 +22,12 @@ def launch(folder: Path, *command: str, config: str | None = None) -> subprocess
     """
     launcher = TORCHRUN
     if config is not None:
-        launcher = ["-m", "accelerate.commands.launch", f"--config_file={ROOT / 'recipes/accelerate' / config}.yaml"]
-        launcher += ["--num_processes=2"]
+        config_file = ROOT / "recipes" / "accelerate" / f"{config}.yaml"
+        launcher = ["-m", "accelerate.commands.launch", f"--config_file={config_file}", "--num_processes=2"]
     environment = warm_python()
-    given = [environment["PYTHON_EXEC"], *launcher, *command]
+    arguments = [environment["PYTHON_EXEC"], *launcher, *command]
     with one_launch():
-        return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+        return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def one_launch() -> FileLock:

@@ -42,46 +42,55 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> str:
+def printed(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> str:
     """What a script prints."""
     runpy.run_path(str(EXAMPLES / request.param))
     return capsys.readouterr().out
 
 
 def script(name: str) -> Any:
-    return pytest.mark.parametrize("said", [name], indirect=True)
+    return pytest.mark.parametrize("printed", [name], indirect=True)
 
 
 @pytest.mark.usefixtures("short")
 @script("compare_methods.py")
-def test_trained_tokens_find_the_needle_and_snapkv_does_not(said: str) -> None:
-    found = {line.split()[0]: NUMBER in line for line in said.splitlines()[1:]}
-    assert found == {"FullCache": True, "Oracle": True, "LookaheadKV": True, "SnapKV": False, "StreamingLLM": False}
-    assert len({line.split()[1] for line in said.splitlines()[2:]}) == 1, "at one budget all are of one size"
+def test_trained_tokens_find_the_needle_and_snapkv_does_not(printed: str) -> None:
+    _, *lines = printed.splitlines()
+    finds_number = {line.split()[0]: NUMBER in line for line in lines}
+    assert finds_number == {
+        "FullCache": True,
+        "Oracle": True,
+        "LookaheadKV": True,
+        "SnapKV": False,
+        "StreamingLLM": False,
+    }
+    sizes = {line.split()[1] for line in lines[1:]}
+    assert len(sizes) == 1, "at one budget all are of one size"
 
 
 @script("own_method.py")
-def test_grep_finds_the_needle(said: str) -> None:
-    assert [NUMBER in line for line in said.splitlines()] == [True, True, False]
+def test_grep_finds_the_needle(printed: str) -> None:
+    assert [NUMBER in line for line in printed.splitlines()] == [True, True, False]
 
 
 @script("read_once_ask_often.py")
-def test_a_saved_text_answers_two_questions(said: str) -> None:
-    assert said.count("\n- ") == 2
-    assert "while" in said.partition("\n- ")[2]
+def test_a_saved_text_answers_two_questions(printed: str) -> None:
+    assert printed.count("\n- ") == 2
+    assert "while" in printed.partition("\n- ")[2]
 
 
 @script("which_tokens.py")
-def test_tokens_are_shown_by_how_many_heads_keep_them(said: str) -> None:
-    shown, total = map(int, re.findall(r"(\d+) of (\d+) tokens", said)[0])
+def test_tokens_are_shown_by_how_many_heads_keep_them(printed: str) -> None:
+    shown, total = map(int, re.findall(r"(\d+) of (\d+) tokens", printed)[0])
     assert 10 < shown < 64 < total
-    assert said.count("\033[0;1m") == shown
+    assert printed.count("\033[0;1m") == shown
 
 
 @script("train_by_hand.py")
-def test_a_module_learns(said: str) -> None:
-    divergence = [float(number) for number in re.findall(r"KL ([\d.]+)", said)]
-    assert len(divergence) == 12 and divergence[-1] < divergence[0] / 4
+def test_a_module_learns(printed: str) -> None:
+    divergence = [float(number) for number in re.findall(r"KL ([\d.]+)", printed)]
+    assert len(divergence) == 12
+    assert divergence[-1] < divergence[0] / 4
 
 
 @pytest.mark.usefixtures("short")
@@ -90,10 +99,10 @@ def test_the_notebook_runs_and_shows_what_it_says(
 ) -> None:
     """Its cells run in order, as a kernel would run them; plots are drawn and not shown."""
     plt.switch_backend("agg")
-    axes: list[Any] = []
+    figures: list[Any] = []
 
     def show() -> None:
-        axes.append(plt.gcf().axes)
+        figures.append(plt.gcf().axes)
         plt.close()
 
     monkeypatch.setattr(plt, "show", show)
@@ -101,10 +110,11 @@ def test_the_notebook_runs_and_shows_what_it_says(
     for cell in _cells("code"):
         exec("".join(cell["source"]), names)
     assert NUMBER in capsys.readouterr().out
-    (observers, (curves,)) = axes
-    assert [each.get_title() for each in observers] == ["oracle", "LookaheadKV", "SnapKV"]
-    last = {line.get_label(): line.get_ydata() for line in curves.lines}
-    assert last["SnapKV"][1] > 0.5 > 0.1 > last["LookaheadKV"][1]
+    observers, (curves,) = figures
+    assert [axes.get_title() for axes in observers] == ["oracle", "LookaheadKV", "SnapKV"]
+    heights = {line.get_label(): line.get_ydata() for line in curves.lines}
+    assert heights["SnapKV"][1] > 0.5
+    assert heights["LookaheadKV"][1] < 0.1
 
 
 def _cells(kind: str) -> list[dict[str, Any]]:
@@ -117,10 +127,11 @@ def test_the_readmes_first_snippet_runs_as_pasted_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
-    exec(re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0], {})
-    printed = capsys.readouterr().out.splitlines()
-    told = re.findall(r"```text\n(.*?)```", readme, flags=re.DOTALL)[0].splitlines()
-    assert [line for line in printed if line in told] == told
+    snippet = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0]
+    expected = re.findall(r"```text\n(.*?)```", readme, flags=re.DOTALL)[0].splitlines()
+    exec(snippet, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in expected] == expected
 
 
 SRUN = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
@@ -132,17 +143,19 @@ def test_two_nodes_of_a_stand_in(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
-    given = ["recipe=llama3.1-8b", "out=a folder", "methods=[full,{name: snapkv}]"]
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples/fit.sbatch"), *given],
+    arguments = ["recipe=llama3.1-8b", "out=a folder", "methods=[full,{name: snapkv}]"]
+    process = subprocess.run(
+        ["bash", str(ROOT / "examples/fit.sbatch"), *arguments],
         env=os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=True,
     )
-    launched = [line.strip(" <>").split("> <") for line in done.stdout.splitlines()]
-    assert len(launched) == 2
-    for rank, words in enumerate(launched):
-        told = dict(pairwise(words))
-        assert told["--num_processes"] == "8" and told["--machine_rank"] == str(rank)
-        assert told["--main_process_ip"] == "one" and words[-4:] == ["fit", *given]
+    launches = [line.strip(" <>").split("> <") for line in process.stdout.splitlines()]
+    assert len(launches) == 2
+    for rank, words in enumerate(launches):
+        options = dict(pairwise(words))
+        assert options["--num_processes"] == "8"
+        assert options["--machine_rank"] == str(rank)
+        assert options["--main_process_ip"] == "one"
+        assert words[-4:] == ["fit", *arguments]

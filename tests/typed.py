@@ -80,26 +80,28 @@ def text_of(page: str) -> str:
 def lines(page: str) -> list[str]:
     """The lines of the blocks without a language, those joined that a backslash continues."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE)
-    whole = "".join(block for language, block in blocks if not language).replace("\\\n", " ")
-    return [line for line in whole.splitlines() if shlex.split(line, comments=True)]
+    text = "".join(block for language, block in blocks if not language).replace("\\\n", " ")
+    return [line for line in text.splitlines() if shlex.split(line, comments=True)]
 
 
 def command_of(line: str) -> list[str]:
     """The command of keepsight that a line runs and its arguments; [] where it runs none."""
     words = shlex.split(line, comments=True)
-    for place, word in enumerate(words):
-        if word == "keepsight" and (place == 0 or words[place - 1] == "-m"):
-            return words[place + 1 :]
+    for index, word in enumerate(words):
+        if word == "keepsight" and (index == 0 or words[index - 1] == "-m"):
+            return words[index + 1 :]
         if word in SCRIPTS:
-            return [SCRIPTS[word], *words[place + 1 :]]
+            return [SCRIPTS[word], *words[index + 1 :]]
     return []
 
 
 def small(line: str) -> list[str]:
     """What a test adds to a line."""
-    given = command_of(line)
-    name = " ".join(given[:2])
-    return SMALL[name if name in SMALL else given[0]].split()
+    command = command_of(line)
+    name = " ".join(command[:2])
+    if name not in SMALL:
+        name = command[0]
+    return SMALL[name].split()
 
 
 def type_in(line: str, folder: Path, *more: str, warm: bool = False) -> None:
@@ -115,7 +117,8 @@ def type_in(line: str, folder: Path, *more: str, warm: bool = False) -> None:
     if warm:
         environment = warm_python()
     program, *words = shlex.split(line, comments=True)
-    given = [environment.get("PYTHON_EXEC", sys.executable), *_PROGRAMS[program], *last_of_each_key([*words, *more])]
+    python = environment.get("PYTHON_EXEC", sys.executable)
+    command = [python, *_PROGRAMS[program], *last_of_each_key([*words, *more])]
     with one_launch():
-        done = subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+        process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert process.returncode == 0, process.stderr[-4000:]

@@ -27,10 +27,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_TRAINING = ("train", "train_heads", "finetune", "fit")
-_COMMANDS = (f"keepsight.commands.{name}" for name in (*_TRAINING, "data", "eval"))
-IMPORTED = [*_COMMANDS, "accelerate.commands.accelerate_cli"]
-IMPORTED += ["torch.distributed.run", "tests.train.runs"]
+_COMMANDS = ("train", "train_heads", "finetune", "fit", "data", "eval")
+IMPORTED = [
+    *(f"keepsight.commands.{name}" for name in _COMMANDS),
+    "accelerate.commands.accelerate_cli",
+    "torch.distributed.run",
+    "tests.train.runs",
+]
 if find_spec("deepspeed"):
     IMPORTED.append("deepspeed")  # accelerate does, in every training
 _STARTER = """#!/bin/sh
@@ -44,21 +47,30 @@ esac
 @cache
 def warm_python() -> dict[str, str]:
     """The environment in which launchers start their processes with it; PYTHON_EXEC is its path."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    environment["HF_HUB_OFFLINE"] = "1"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+    }
     if sys.platform != "linux":  # where a process with these imports cannot be forked: each starts anew
         return {**environment, "PYTHON_EXEC": sys.executable}
     folder = _keep(tempfile.TemporaryDirectory()).name
+    address = f"{folder}/door"
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(address := f"{folder}/door")
+        door.bind(address)
         door.listen(16)
-        served = [sys.executable, "-m", "tests.warm", str(door.fileno())]
+        command = [sys.executable, "-m", "tests.warm", str(door.fileno())]
         options: dict[str, Any] = {"cwd": ROOT, "env": environment, "pass_fds": [door.fileno()]}
-        _keep(subprocess.Popen(served, stdin=subprocess.PIPE, **options))  # ends when its standard input does
+        _keep(subprocess.Popen(command, stdin=subprocess.PIPE, **options))  # ends when its standard input does
     client = Path(__file__).with_name("warm_client.py")
-    words = {"python": sys.executable, "client": str(client), "address": address}
     starter = Path(folder, "python")
-    starter.write_text(_STARTER.format(**{name: shlex.quote(word) for name, word in words.items()}))
+    starter.write_text(
+        _STARTER.format(
+            python=shlex.quote(sys.executable), client=shlex.quote(str(client)), address=shlex.quote(address)
+        )
+    )
     starter.chmod(0o755)
     return {**environment, "PYTHON_EXEC": str(starter)}
 
@@ -66,10 +78,10 @@ def warm_python() -> dict[str, str]:
 _KEPT: list[Any] = []
 
 
-def _keep(thing: Any) -> Any:
+def _keep(resource: Any) -> Any:
     """For as long as this process runs."""
-    _KEPT.append(thing)
-    return thing
+    _KEPT.append(resource)
+    return resource
 
 
 def _serve(door: socket.socket) -> list[str] | None:
@@ -89,16 +101,17 @@ def _serve(door: socket.socket) -> list[str] | None:
 def _attend(asker: socket.socket) -> list[str]:
     """Fork once more, pass on signals and tell the asker how the program ended; the program's process returns."""
     size, files, _, _ = socket.recv_fds(asker, 8, 3)
-    asked = json.loads(asker.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
+    request = json.loads(asker.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if not pid:
         asker.close()
-        return _become(files, **asked)
+        return _become(files, **request)
     for file in files:
         os.close(file)
     threading.Thread(target=_pass_on, args=(asker, pid), daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _, wait_status = os.waitpid(pid, 0)
+    status = os.waitstatus_to_exitcode(wait_status)
     with suppress(BrokenPipeError):
         asker.sendall(str(status).encode())
     os._exit(0)
@@ -113,6 +126,7 @@ def _pass_on(asker: socket.socket, pid: int) -> None:
 
 
 def _become(files: list[int], command: list[str], folder: str, environment: dict[str, str]) -> list[str]:
+    """Take the asker's files, environment and folder; returns the program and its arguments."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -120,7 +134,8 @@ def _become(files: list[int], command: list[str], folder: str, environment: dict
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = environment.get("PYTHON_EXEC", sys.executable)
-    return command[command[0] == "-u" :]
+    is_unbuffered = command[0] == "-u"
+    return command[1:] if is_unbuffered else command
 
 
 def _run(command: list[str]) -> int:
@@ -140,10 +155,12 @@ def _run(command: list[str]) -> int:
 
 def _as_python_does(command: list[str]) -> None:
     if command[0] == "-m":
-        sys.path[0], sys.argv = os.getcwd(), command[1:]
+        sys.path[0] = os.getcwd()
+        sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0], sys.argv = os.path.dirname(os.path.realpath(command[0])), command
+        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
+        sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
 
 
@@ -157,8 +174,9 @@ if __name__ == "__main__":
         importlib.import_module(module)
     draw_nothing(MonkeyPatch())
     gc.freeze()  # what is here stays, and forks share its memory
-    if (asked := _serve(listening)) is not None:
-        status = _run(asked)
+    program = _serve(listening)
+    if program is not None:
+        status = _run(program)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(status)  # taking the imports apart takes seconds

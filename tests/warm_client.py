@@ -14,8 +14,8 @@ def main(address: str, *command: str) -> int:
     """Returns the program's exit status, which is negative where a signal ended it."""
     with socket.socket(socket.AF_UNIX) as warm:
         warm.connect(address)
-        asked = {"command": command, "folder": os.getcwd(), "environment": dict(os.environ)}
-        text = json.dumps(asked).encode()
+        request = {"command": command, "folder": os.getcwd(), "environment": dict(os.environ)}
+        text = json.dumps(request).encode()
         socket.send_fds(warm, [len(text).to_bytes(8, "big")], [0, 1, 2])
         warm.sendall(text)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -26,6 +26,7 @@ def main(address: str, *command: str) -> int:
 if __name__ == "__main__":
     status = main(*sys.argv[1:])
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
+        if status != -signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)

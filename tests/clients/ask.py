@@ -20,34 +20,37 @@ def chat(prompt):
     return [{"role": "user", "content": prompt}]
 
 
+def joined(chunks):
+    """The text of a streamed chat."""
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
 def with_openai(url, cases, folder):
     import openai
 
     options = {"model": MODEL, "max_tokens": cases["tokens"], "temperature": 0}
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-    found = []
+    answers = []
     for prompt in cases["prompts"][:4]:
         reply = client.chat.completions.create(messages=chat(prompt), **options)
         assert reply.usage.completion_tokens <= cases["tokens"]
-        found.append(("chat", prompt, reply.choices[0].message.content))
+        answers.append(("chat", prompt, reply.choices[0].message.content))
         chunks = client.chat.completions.create(messages=chat(prompt), stream=True, **options)
-        found.append(
-            ("chat", prompt, "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
-        )
+        answers.append(("chat", prompt, joined(chunks)))
         reply = client.completions.create(prompt=prompt, **options)
-        found.append(("completion", prompt, reply.choices[0].text))
+        answers.append(("completion", prompt, reply.choices[0].text))
         chunks = client.completions.create(prompt=prompt, stream=True, **options)
-        found.append(("completion", prompt, "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)))
-    replies = client.completions.create(prompt=cases["prompts"][:3], **options)
-    found += [
-        ("completion", prompt, choice.text)
-        for prompt, choice in zip(cases["prompts"][:3], replies.choices, strict=True)
-    ]
+        text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        answers.append(("completion", prompt, text))
+    prompts = cases["prompts"][:3]
+    reply = client.completions.create(prompt=prompts, **options)
+    for prompt, choice in zip(prompts, reply.choices, strict=True):
+        answers.append(("completion", prompt, choice.text))
 
     schema = {"type": "json_schema", "json_schema": {"name": "ship", "strict": True, "schema": cases["schema"]}}
     longer = options | {"max_tokens": 400}
     reply = client.chat.completions.create(messages=chat("A ship?"), response_format=schema, **longer)
-    found.append(("json", "", reply.choices[0].message.content))
+    answers.append(("json", "", reply.choices[0].message.content))
     reply = client.chat.completions.create(messages=chat("A ship?"), logprobs=True, top_logprobs=2, **options)
     assert len(reply.choices[0].logprobs.content[0].top_logprobs) == 2
 
@@ -57,78 +60,85 @@ def with_openai(url, cases, folder):
     try:
         client.chat.completions.create(messages=chat("A ship?"), **(options | {"max_tokens": 0}))
     except openai.BadRequestError as error:
-        found.append(("refused", "max_tokens", error.body["message"]))
+        answers.append(("refused", "max_tokens", error.body["message"]))
 
     async def all_at_once():
-        many = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-        calls = [many.completions.create(prompt=prompt, **options) for prompt in cases["prompts"]]
-        return await asyncio.gather(*calls)
+        async_client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        requests = [async_client.completions.create(prompt=prompt, **options) for prompt in cases["prompts"]]
+        return await asyncio.gather(*requests)
 
     replies = asyncio.run(all_at_once())
-    found += [
-        ("completion", prompt, reply.choices[0].text) for prompt, reply in zip(cases["prompts"], replies, strict=True)
-    ]
-    return found
+    for prompt, reply in zip(cases["prompts"], replies, strict=True):
+        answers.append(("completion", prompt, reply.choices[0].text))
+    return answers
 
 
 def with_litellm(url, cases, folder):
     import litellm
 
-    options = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": KEY}
-    options |= {"max_tokens": cases["tokens"], "temperature": 0, "num_retries": 0}
-    found = []
+    shared = {
+        "api_base": f"{url}/v1",
+        "api_key": KEY,
+        "max_tokens": cases["tokens"],
+        "temperature": 0,
+        "num_retries": 0,
+    }
+    chat_options = shared | {"model": f"openai/{MODEL}"}
+    text_options = shared | {"model": f"text-completion-openai/{MODEL}"}
+    answers = []
     for prompt in cases["prompts"][:4]:
-        reply = litellm.completion(messages=chat(prompt), **options)
-        found.append(("chat", prompt, reply.choices[0].message.content))
-        chunks = litellm.completion(messages=chat(prompt), stream=True, **options)
-        found.append(("chat", prompt, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)))
-        text_options = options | {"model": f"text-completion-openai/{MODEL}"}
+        reply = litellm.completion(messages=chat(prompt), **chat_options)
+        answers.append(("chat", prompt, reply.choices[0].message.content))
+        chunks = litellm.completion(messages=chat(prompt), stream=True, **chat_options)
+        answers.append(("chat", prompt, joined(chunks)))
         reply = litellm.text_completion(prompt=prompt, **text_options)
-        found.append(("completion", prompt, reply.choices[0].text))
+        answers.append(("completion", prompt, reply.choices[0].text))
 
     async def all_at_once():
-        return await asyncio.gather(*(litellm.acompletion(messages=chat(one), **options) for one in cases["prompts"]))
+        requests = [litellm.acompletion(messages=chat(prompt), **chat_options) for prompt in cases["prompts"]]
+        return await asyncio.gather(*requests)
 
     replies = asyncio.run(all_at_once())
-    found += [
-        ("chat", prompt, reply.choices[0].message.content)
-        for prompt, reply in zip(cases["prompts"], replies, strict=True)
-    ]
-    return found
+    for prompt, reply in zip(cases["prompts"], replies, strict=True):
+        answers.append(("chat", prompt, reply.choices[0].message.content))
+    return answers
 
 
 def with_langchain(url, cases, folder):
     from langchain_openai import ChatOpenAI, OpenAI
 
     options = {"model": MODEL, "base_url": f"{url}/v1", "api_key": KEY, "temperature": 0, "max_retries": 0}
-    model = ChatOpenAI(max_tokens=cases["tokens"], **options)
-    found = []
+    chat_model = ChatOpenAI(max_tokens=cases["tokens"], **options)
+    text_model = OpenAI(max_tokens=cases["tokens"], **options)
+    answers = []
     for prompt in cases["prompts"][:4]:
-        found.append(("chat", prompt, model.invoke(prompt).content))
-        found.append(("chat", prompt, "".join(chunk.content for chunk in model.stream(prompt))))
-    texts = OpenAI(max_tokens=cases["tokens"], **options)
-    found += [("completion", prompt, texts.invoke(prompt)) for prompt in cases["prompts"][:2]]
-    replies = model.batch(cases["prompts"], config={"max_concurrency": 32})
-    found += [("chat", prompt, reply.content) for prompt, reply in zip(cases["prompts"], replies, strict=True)]
+        answers.append(("chat", prompt, chat_model.invoke(prompt).content))
+        streamed = "".join(chunk.content for chunk in chat_model.stream(prompt))
+        answers.append(("chat", prompt, streamed))
+    for prompt in cases["prompts"][:2]:
+        answers.append(("completion", prompt, text_model.invoke(prompt)))
+    replies = chat_model.batch(cases["prompts"], config={"max_concurrency": 32})
+    for prompt, reply in zip(cases["prompts"], replies, strict=True):
+        answers.append(("chat", prompt, reply.content))
     schema = cases["schema"] | {"title": "ship", "description": "A ship."}
-    shaped = ChatOpenAI(max_tokens=400, **options).with_structured_output(schema, method="json_schema")
-    found.append(("json", "", json.dumps(shaped.invoke("A ship?"))))
-    return found
+    ship_model = ChatOpenAI(max_tokens=400, **options).with_structured_output(schema, method="json_schema")
+    answers.append(("json", "", json.dumps(ship_model.invoke("A ship?"))))
+    return answers
 
 
 def with_llm(url, cases, folder):
     os.environ["LLM_USER_PATH"] = folder
-    described = [{"model_id": MODEL, "model_name": MODEL, "api_base": f"{url}/v1", "api_key_name": "keepsight"}]
-    Path(folder, "extra-openai-models.yaml").write_text(json.dumps(described))
+    model_of_server = {"model_id": MODEL, "model_name": MODEL, "api_base": f"{url}/v1", "api_key_name": "keepsight"}
+    Path(folder, "extra-openai-models.yaml").write_text(json.dumps([model_of_server]))
     import llm
 
     model = llm.get_model(MODEL)
-    found = []
+    answers = []
     for prompt in cases["prompts"][:4]:
         for stream in (True, False):
             reply = model.prompt(prompt, stream=stream, key=KEY, temperature=0, max_tokens=cases["tokens"])
-            found.append(("chat", prompt, reply.text()))
-    return found
+            answers.append(("chat", prompt, reply.text()))
+    return answers
 
 
 def with_inspect(url, cases, folder):
@@ -166,8 +176,15 @@ def with_lm_eval(url, cases, folder):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    arguments = {"model": MODEL, "base_url": f"{url}/v1/completions", "num_concurrent": 32, "max_retries": 1}
-    arguments |= {"tokenizer_backend": None, "tokenized_requests": False, "max_length": 4000}
+    arguments = {
+        "model": MODEL,
+        "base_url": f"{url}/v1/completions",
+        "num_concurrent": 32,
+        "max_retries": 1,
+        "tokenizer_backend": None,
+        "tokenized_requests": False,
+        "max_length": 4000,
+    }
     results = lm_eval.simple_evaluate(
         model="local-completions",
         model_args=arguments,
@@ -190,5 +207,5 @@ CLIENTS = {
 
 if __name__ == "__main__":
     client, url, folder = sys.argv[1:]
-    found = CLIENTS[client](url, json.load(sys.stdin), folder)
-    print("\n" + json.dumps([{"kind": kind, "prompt": prompt, "text": text} for kind, prompt, text in found]))
+    answers = CLIENTS[client](url, json.load(sys.stdin), folder)
+    print("\n" + json.dumps([{"kind": kind, "prompt": prompt, "text": text} for kind, prompt, text in answers]))

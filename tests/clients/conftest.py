@@ -22,7 +22,7 @@ def target(folder: Path) -> Target:
 
 
 @pytest.fixture(scope="session")
-def own(target: Target) -> Iterator[Served]:
+def our_server(target: Target) -> Iterator[Served]:
     with serving(target, rows=16) as (url, engine):
         yield Served(url, target, engine)
 

@@ -40,13 +40,14 @@ def openai_client(url, key=KEY, **options):
 def with_openai(url, open_url, cases):
     options = {"model": MODEL, "max_tokens": cases["tokens"], "temperature": 0}
 
-    def complete(client, prompt, **further):
-        return client.completions.create(prompt=prompt, **(options | further)).choices[0].text
+    def complete(client, prompt, **fields):
+        return client.completions.create(prompt=prompt, **options, **fields).choices[0].text
 
-    def tools(client):
+    def demand_call(client):
         tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-        asked = options | {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
-        return client.chat.completions.create(messages=chat(cases["short"]), **asked).choices[0].message.content
+        tool_choice = {"type": "function", "function": {"name": "weather"}}
+        fields = {"messages": chat(cases["short"]), "tools": [tool], "tool_choice": tool_choice}
+        return client.chat.completions.create(**options, **fields).choices[0].message.content
 
     locked = openai_client(url)
     outcomes = [
@@ -57,7 +58,7 @@ def with_openai(url, open_url, cases):
         outcome("too large", lambda: complete(locked, cases["too_large"])),
     ]
     if open_url:
-        outcomes.append(outcome("a demanded call", lambda: tools(locked)))
+        outcomes.append(outcome("a demanded call", lambda: demand_call(locked)))
         for what, headers in (("Host", {"Host": "evil.example"}), ("Origin", {"Origin": "http://evil.example"})):
             client = openai_client(open_url, default_headers=headers)
             outcomes.append(outcome(what, lambda client=client: complete(client, cases["short"])))
@@ -78,16 +79,25 @@ def with_openai(url, open_url, cases):
             raise TimeoutError("cancelled") from None
 
     outcomes.append(outcome("a task that is cancelled", lambda: asyncio.run(cancelled())))
-    return [*outcomes, outcome("afterwards", lambda: complete(locked, cases["short"]))]
+    outcomes.append(outcome("afterwards", lambda: complete(locked, cases["short"])))
+    return outcomes
 
 
 def with_litellm(url, open_url, cases):
     import litellm
 
     def complete(prompt, api_base, key=KEY, **options):
-        shared = {"model": f"openai/{MODEL}", "api_base": f"{api_base}/v1", "api_key": key, "num_retries": 0}
-        shared |= {"max_tokens": cases["tokens"], "temperature": 0}
-        return litellm.completion(messages=chat(prompt), **(shared | options)).choices[0].message.content
+        reply = litellm.completion(
+            model=f"openai/{MODEL}",
+            messages=chat(prompt),
+            api_base=f"{api_base}/v1",
+            api_key=key,
+            max_tokens=cases["tokens"],
+            temperature=0,
+            num_retries=0,
+            **options,
+        )
+        return reply.choices[0].message.content
 
     outcomes = [
         outcome("wrong key", lambda: complete(cases["short"], url, "other")),
@@ -97,7 +107,8 @@ def with_litellm(url, open_url, cases):
     if open_url:
         headers = {"Origin": "http://evil.example"}
         outcomes.append(outcome("Origin", lambda: complete(cases["short"], open_url, extra_headers=headers)))
-    return [*outcomes, outcome("afterwards", lambda: complete(cases["short"], url))]
+    outcomes.append(outcome("afterwards", lambda: complete(cases["short"], url)))
+    return outcomes
 
 
 def with_langchain(url, open_url, cases):
@@ -127,19 +138,22 @@ def until_the_end(url, open_url, cases):
 
         async def running():
             reason = None
-            asked = options | {"prompt": cases["short"], "max_tokens": cases["tokens"], "stream": True}
-            async for chunk in await client.completions.create(**asked, extra_body={"ignore_eos": True}):
+            fields = options | {"prompt": cases["short"], "max_tokens": cases["tokens"], "stream": True}
+            async for chunk in await client.completions.create(**fields, extra_body={"ignore_eos": True}):
                 started.set()
                 reason = chunk.choices[0].finish_reason or reason
             return reason
 
-        async def whole():
+        async def unstreamed():
             reply = await client.chat.completions.create(messages=chat(cases["short"]), **options)
             return reply.choices[0].message.content
 
         async def stream():
-            asked = options | {"prompt": cases["short"], "max_tokens": 8, "stream": True}
-            return "".join([chunk.choices[0].text async for chunk in await client.completions.create(**asked)])
+            fields = options | {"prompt": cases["short"], "max_tokens": 8, "stream": True}
+            text = ""
+            async for chunk in await client.completions.create(**fields):
+                text += chunk.choices[0].text
+            return text
 
         async def queued(prompt):
             reply = await client.completions.create(prompt=prompt, max_tokens=2, **options)
@@ -147,7 +161,8 @@ def until_the_end(url, open_url, cases):
 
         calls = {"running": asyncio.ensure_future(running())}
         await started.wait()
-        calls |= {"whole": asyncio.ensure_future(whole()), "stream": asyncio.ensure_future(stream())}
+        calls["unstreamed"] = asyncio.ensure_future(unstreamed())
+        calls["stream"] = asyncio.ensure_future(stream())
         for number, prompt in enumerate(cases.get("queue", ())):
             calls[f"queued {number}"] = asyncio.ensure_future(queued(prompt))
         await asyncio.sleep(cases["patience"])
@@ -158,12 +173,12 @@ def until_the_end(url, open_url, cases):
     outcomes = []
     for what, result in asyncio.run(run()).items():
 
-        def again(result=result):
+        def result_or_raise(result=result):
             if isinstance(result, BaseException):
                 raise result
             return result
 
-        outcomes.append(outcome(what, again))
+        outcomes.append(outcome(what, result_or_raise))
     return outcomes
 
 

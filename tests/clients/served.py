@@ -69,11 +69,27 @@ def starting_beside_vllm(target: Target, folder: Path, log: Path) -> Iterator[Se
     """Our server beside vLLM's, whose parser reads the calls of tools."""
     python = python_of("VLLM_VENV", ".venv-vllm", "make setup-vllm")
     port = free_port()
-    command = [python, "-m", "keepsight", "serve", f"model.id={folder}", "model.device=cpu", "model.dtype=float32"]
-    command += ["method=snapkv", f"budget={VLLM_BUDGET}", "options={window: 8}", "vllm=true", f"port={port}"]
-    command += ["name=tiny", "max_new_tokens=2000", "max_bytes=65536"]
-    options = "kv_cache_memory_bytes: 134217728, enable_auto_tool_choice: true, tool_call_parser: hermes"
-    command += [f"vllm_options={{{options}, shutdown_timeout: 120}}"]  # a busy machine answers slowly
+    vllm_options = [
+        "kv_cache_memory_bytes: 134217728",
+        "enable_auto_tool_choice: true",
+        "tool_call_parser: hermes",
+        "shutdown_timeout: 120",  # a busy machine answers slowly
+    ]
+    arguments = [
+        f"model.id={folder}",
+        "model.device=cpu",
+        "model.dtype=float32",
+        "method=snapkv",
+        f"budget={VLLM_BUDGET}",
+        "options={window: 8}",
+        "vllm=true",
+        f"port={port}",
+        "name=tiny",
+        "max_new_tokens=2000",
+        "max_bytes=65536",
+        f"vllm_options={{{', '.join(vllm_options)}}}",
+    ]
+    command = [python, "-m", "keepsight", "serve", *arguments]
     environment = {
         "KEEPSIGHT_API_KEY": "any",
         "VLLM_NO_USAGE_STATS": "1",
@@ -100,13 +116,15 @@ def client_command(script: str, *arguments: str) -> list[str]:
 
 def environment_without_paths() -> dict[str, str]:
     """This process's environment, without what would let another one import its packages."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OPENAI_API_KEY")}
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    environment.pop("OPENAI_API_KEY", None)
     return environment | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def outcomes_of(script: str, *arguments: str, cases: Any, folder: Path) -> list[dict[str, Any]]:
     """What a client prints that is given some cases."""
-    done = subprocess.run(
+    finished = subprocess.run(
         client_command(script, *arguments),
         input=json.dumps(cases),
         capture_output=True,
@@ -115,5 +133,5 @@ def outcomes_of(script: str, *arguments: str, cases: Any, folder: Path) -> list[
         env=environment_without_paths(),
         cwd=folder,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return list(json.loads(finished.stdout.splitlines()[-1]))

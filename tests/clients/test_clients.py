@@ -17,10 +17,11 @@ import pytest
 
 from keepsight.models.targets import Target
 from tests.clients.served import PROMPTS, QUICK, TOKENS, Served, environment_without_paths, outcomes_of, python_of
-from tests.serving.loopback import serving, wait_until
+from tests.serving.loopback import metrics_of, serving, wait_until
 
 pytestmark = pytest.mark.clients
 REPLACEMENT = "\ufffd"
+KEY = {"authorization": "Bearer any"}
 MOST_TOKENS = 24
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
@@ -45,31 +46,37 @@ CLIENTS = {"openai": 51, "litellm": 44, "langchain-openai": 42, "llm": 8, "inspe
 def ask_as(client: str, served: Served, folder: Path) -> None:
     """Let a client ask, and compare what it got."""
     cases = {"prompts": PROMPTS, "tokens": TOKENS, "schema": SCHEMA}
-    found = outcomes_of("ask.py", client, served.url, str(folder), cases=cases, folder=folder)
-    answers = 0
-    for answer in found:
+    answers = outcomes_of("ask.py", client, served.url, str(folder), cases=cases, folder=folder)
+    compared = 0
+    for answer in answers:
         if answer["kind"] == "json":
             ship = json.loads(answer["text"])
-            assert ship["ship"] in ("sloop", "brig") and 1 <= ship["masts"] <= 9
+            assert ship["ship"] in ("sloop", "brig")
+            assert 1 <= ship["masts"] <= 9
         elif answer["kind"] == "refused":
             assert answer["prompt"] in answer["text"]
         else:
             expected = served.expected(answer["kind"], answer["prompt"])
-            if served.engine is None:  # vLLM leaves out bytes at an answer's end that are no whole character
-                expected = expected.rstrip(REPLACEMENT)
-                answer["text"] = answer["text"].rstrip(REPLACEMENT)
-            assert answer["text"] == expected
-            answers += 1
-    assert answers == CLIENTS[client]
+            assert comparable(answer["text"], served) == comparable(expected, served)
+            compared += 1
+    assert compared == CLIENTS[client]
+
+
+def comparable(text: str, served: Served) -> str:
+    """A text without what servers write in different ways.
+
+    vLLM leaves out bytes at an answer's end that are no whole character.
+    """
+    return text if served.engine is not None else text.rstrip(REPLACEMENT)
 
 
 @pytest.mark.parametrize("client", [pytest.param("openai", marks=QUICK), *list(CLIENTS)[1:]])
-def test_answers_are_those_of_generate(client: str, own: Served, tmp_path: Path) -> None:
+def test_answers_are_those_of_generate(client: str, our_server: Served, tmp_path: Path) -> None:
     """Chats, streams, completions, JSON of a schema, 32 at once, an answer that is left in the middle."""
-    engine = own.engine
+    engine = our_server.engine
     assert engine is not None
     cancelled_before = engine.totals.ended["cancelled"]
-    ask_as(client, own, tmp_path)
+    ask_as(client, our_server, tmp_path)
     if client == "openai":
         wait_until(lambda: engine.totals.ended["cancelled"] > cancelled_before)
     wait_until(lambda: engine.load == (0, 0))
@@ -81,30 +88,34 @@ def test_answers_beside_vllm_are_those_of_generate(client: str, beside_vllm: Ser
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-@pytest.mark.parametrize("server", ["own", "beside_vllm"])
+@pytest.mark.parametrize("server", ["our_server", "beside_vllm"])
 def test_vllm_bench_serve(
     server: str, backend: str, folder: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     served: Served = request.getfixturevalue(server)
+    options = {
+        "--backend": backend,
+        "--base-url": served.url,
+        "--endpoint": "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions",
+        "--model": "tiny",
+        "--tokenizer": str(folder),
+        "--dataset-name": "random",
+        "--random-input-len": "200",
+        "--random-output-len": "16",
+        "--num-prompts": "32",
+        "--result-dir": str(tmp_path),
+        "--result-filename": "result.json",
+    }
     python = python_of("VLLM_VENV", ".venv-vllm", "make setup-vllm")
-    endpoint = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
-    command = [python, "-c", BENCH, "--backend", backend]
-    command += ["--base-url", served.url, "--endpoint", endpoint, "--model", "tiny", "--tokenizer", str(folder)]
-    command += ["--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "16", "--ignore-eos"]
-    command += [
-        "--num-prompts",
-        "32",
-        "--save-result",
-        "--result-dir",
-        str(tmp_path),
-        "--result-filename",
-        "result.json",
-    ]
+    command = [python, "-c", BENCH, "--ignore-eos", "--save-result"]
+    for name, value in options.items():
+        command += [name, value]
     environment = environment_without_paths() | {"OPENAI_API_KEY": "any", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    bench = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=tmp_path)
+    assert bench.returncode == 0, bench.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["completed"] == 32 and result["total_output_tokens"] == 32 * 16, result
+    assert result["completed"] == 32, result
+    assert result["total_output_tokens"] == 32 * 16, result
 
 
 class Mixed:
@@ -137,26 +148,34 @@ class Mixed:
 
     def status(self, served: Served) -> int:
         """What it gets: vLLM gives no two greedy answers."""
-        is_refused = self.body.get("n") == 0 or (
-            served.engine is None and self.body.get("n") == 2 and self.body["temperature"] == 0
-        )
-        return 400 if is_refused else 200
+        answers = self.body.get("n", 1)
+        if answers == 0:
+            return 400
+        if answers == 2 and self.body["temperature"] == 0 and served.engine is None:
+            return 400
+        return 200
 
     def ask(self, client: httpx.Client, served: Served) -> list[str] | None:
         """The texts of the answers; None where they are not those of `generate`."""
-        address = served.url + self.path
-        headers = {"authorization": "Bearer any"}
-        expected_status = self.status(served)
-        if not self.streams:
-            reply = client.post(address, json=self.body, headers=headers)
-            assert reply.status_code == expected_status, reply.text
-            if not self.is_greedy or expected_status != 200:
-                return None
-            return [text_of(choice) for choice in reply.json()["choices"]]
-        with client.stream("POST", address, json=self.body | {"stream": True}, headers=headers) as reply:
-            lines = list(itertools.islice(reply.iter_lines(), self.leaves_after))
-        if not self.is_greedy or expected_status != 200 or self.leaves_after is not None:
+        is_compared = self.is_greedy and self.status(served) == 200
+        if self.streams:
+            lines = self.stream(client, served)
+            is_complete = self.leaves_after is None
+            return self.texts_of(lines) if is_compared and is_complete else None
+        reply = client.post(served.url + self.path, json=self.body, headers=KEY)
+        assert reply.status_code == self.status(served), reply.text
+        if not is_compared:
             return None
+        return [text_of(choice) for choice in reply.json()["choices"]]
+
+    def stream(self, client: httpx.Client, served: Served) -> list[str]:
+        """The lines of a streamed answer up to where the request leaves."""
+        body = self.body | {"stream": True}
+        with client.stream("POST", served.url + self.path, json=body, headers=KEY) as reply:
+            return list(itertools.islice(reply.iter_lines(), self.leaves_after))
+
+    def texts_of(self, lines: list[str]) -> list[str]:
+        """The texts of the choices of a stream."""
         texts = [""] * self.body.get("n", 1)
         for line in lines:
             if line.startswith("data: {"):
@@ -179,28 +198,27 @@ def text_of(choice: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("requests", [pytest.param(200, marks=QUICK), 1000])
 def test_memory_stays_after_mixed_requests(requests: int, target: Target) -> None:
-    """Beside sessions that fill their room; greedy answers, whole and streamed, are those of `generate`.
+    """Beside sessions that fill their room; greedy answers, streamed or not, are those of `generate`.
 
     The clients share their connections, since each `httpx.Client` takes memory of this process, too.
     """
     with serving(target, rows=16, session_bytes=1 << 23) as (url, engine), httpx.Client(timeout=120) as client:
         served = Served(url, target, engine)
 
-        def resident() -> float:
-            lines = httpx.get(f"{url}/metrics").text.splitlines()
-            (value,) = (line.split()[1] for line in lines if line.startswith("process_resident_memory_bytes "))
-            return float(value) / 2**20
+        def resident_mib() -> float:
+            return metrics_of(url)["process_resident_memory_bytes"] / 2**20
 
-        found = ask_all(client, served, range(requests // 2))
+        answers = ask_all(client, served, range(requests // 2))
         wait_until(lambda: engine.load == (0, 0))
-        before = resident()
-        found |= ask_all(client, served, range(requests // 2, requests))
+        mib_before = resident_mib()
+        answers |= ask_all(client, served, range(requests // 2, requests))
         wait_until(lambda: engine.load == (0, 0))
-        assert resident() < before + 24, "MiB"
-        assert engine.totals.ended["failed"] == 0 and engine.totals.ended["cancelled"] > 0
+        assert resident_mib() < mib_before + 24
+        assert engine.totals.ended["failed"] == 0
+        assert engine.totals.ended["cancelled"] > 0
         assert 0 < engine.sessions.nbytes <= engine.sessions.max_bytes
         assert engine.totals.cached_tokens > 0
-    check_answers(served, found, requests)
+    check_answers(served, answers, requests)
 
 
 def test_memory_beside_vllm_stays_after_mixed_requests(beside_vllm: Served) -> None:
@@ -209,17 +227,17 @@ def test_memory_beside_vllm_stays_after_mixed_requests(beside_vllm: Served) -> N
     assert beside_vllm.process is not None
     parent = psutil.Process(beside_vllm.process.pid)
 
-    def resident() -> int:
+    def resident_bytes() -> int:
         return sum(process.memory_info().rss for process in [parent, *parent.children(recursive=True)])
 
     with httpx.Client(timeout=300) as client:
-        found = ask_all(client, beside_vllm, range(requests // 2))
-        before = resident()
-        found |= ask_all(client, beside_vllm, range(requests // 2, requests))
-        assert resident() < 1.05 * before
-        metrics = client.get(f"{beside_vllm.url}/metrics", headers={"authorization": "Bearer any"}).text
+        answers = ask_all(client, beside_vllm, range(requests // 2))
+        bytes_before = resident_bytes()
+        answers |= ask_all(client, beside_vllm, range(requests // 2, requests))
+        assert resident_bytes() < 1.05 * bytes_before
+        metrics = client.get(f"{beside_vllm.url}/metrics", headers=KEY).text
     assert 'keepsight_prompts_total{of="known"}' in metrics, "some prompts were long, and came again"
-    check_answers(beside_vllm, found, requests)
+    check_answers(beside_vllm, answers, requests)
 
 
 def ask_all(client: httpx.Client, served: Served, numbers: range) -> dict[int, list[str]]:
@@ -229,12 +247,11 @@ def ask_all(client: httpx.Client, served: Served, numbers: range) -> dict[int, l
     return {number: texts for number, texts in zip(numbers, answers, strict=True) if texts is not None}
 
 
-def check_answers(served: Served, found: dict[int, list[str]], requests: int) -> None:
+def check_answers(served: Served, answers: dict[int, list[str]], requests: int) -> None:
     """Compare greedy answers with those of `generate`."""
-    assert len(found) > requests // 5
-    for number, texts in found.items():
-        expected = Mixed(number).expected(served)
-        if served.engine is None:  # vLLM leaves out bytes at an answer's end that are no whole character
-            expected = expected.rstrip(REPLACEMENT)
-            texts = [text.rstrip(REPLACEMENT) for text in texts]
-        assert {*texts} == {expected}, f"request {number}: {Mixed(number).body}"
+    assert len(answers) > requests // 5
+    for number, texts in answers.items():
+        request = Mixed(number)
+        expected = comparable(request.expected(served), served)
+        for text in texts:
+            assert comparable(text, served) == expected, f"request {number}: {request.body}"
