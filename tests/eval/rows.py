@@ -15,14 +15,19 @@ CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0, "rows"
 
 def without_clocks(rows: Iterable[ResultRow | dict[str, Any]]) -> list[dict[str, Any]]:
     """The columns of rows, without what clocks decide."""
-    return [{**(row.columns() if isinstance(row, ResultRow) else row), **CLOCKS} for row in rows]
+    return [columns_of(row) | CLOCKS for row in rows]
+
+
+def columns_of(row: ResultRow | dict[str, Any]) -> dict[str, Any]:
+    return row.columns() if isinstance(row, ResultRow) else row
 
 
 def comparable(rows: Iterable[ResultRow | dict[str, Any]]) -> list[dict[str, Any]]:
     """Without what clocks and the order of additions decide."""
-    return [
-        {**columns, "excess_nll": pytest.approx(columns["excess_nll"], abs=1e-4)} for columns in without_clocks(rows)
-    ]
+    rounded = without_clocks(rows)
+    for columns in rounded:
+        columns["excess_nll"] = pytest.approx(columns["excess_nll"], abs=1e-4)
+    return rounded
 
 
 def swept(

@@ -3,7 +3,6 @@
 import csv
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,73 +33,95 @@ CARD = Card("CPU", 1e12, 1e11, 2**30, 2**30)
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
     """A shape of which everything can be measured here."""
-    sizes: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 64,
         "vocab_size": 64,
         "num_hidden_layers": 3,
         "head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
     }
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    config = LlamaConfig(**sizes, **heads)
-    for module in (gpu, roofline):
-        monkeypatch.setattr(module, "BUDGET", 64)
-    for name, value in {"ANSWER": 8, "STEPS": 2, "TURNS": 1}.items():
-        monkeypatch.setattr(gpu, name, value)
+    config = LlamaConfig(**shape)
+    monkeypatch.setattr(gpu, "BUDGET", 64)
+    monkeypatch.setattr(roofline, "BUDGET", 64)
+    monkeypatch.setattr(gpu, "ANSWER", 8)
+    monkeypatch.setattr(gpu, "STEPS", 2)
+    monkeypatch.setattr(gpu, "TURNS", 1)
     monkeypatch.setattr(roofline, "MOST_ROWS", 2)
     monkeypatch.setitem(roofline.SHAPES, "tiny", config)
     roofline.outline.cache_clear()
     return config
 
 
-@pytest.mark.parametrize("method", [each for each in METHODS if "flash" not in each])
+@pytest.mark.parametrize("method", [method for method in METHODS if "flash" not in method])
 def test_every_method_is_measured_and_holds_the_bytes_that_arithmetic_says(method: str, tiny: LlamaConfig) -> None:
     figures = Bench(CPU, CARD).measure(GpuRow("generate", "tiny", 200, method))
-    assert figures.kv_bytes == memory_and_traffic(method, tiny, 200)[0]
-    assert figures.rows == 2 and all(getattr(figures, name) > 0 for name in ("first_s", "step_s", "batch_s"))
-    assert figures.peak_bytes and figures.batch_peak_bytes
+    kv_bytes, *_ = memory_and_traffic(method, tiny, 200)
+    assert figures.kv_bytes == kv_bytes
+    assert figures.rows == 2
+    assert figures.first_s and figures.first_s > 0
+    assert figures.step_s and figures.step_s > 0
+    assert figures.batch_s and figures.batch_s > 0
+    assert figures.peak_bytes
+    assert figures.batch_peak_bytes
 
 
 def test_a_batch_that_runs_out_of_memory_loses_an_eighth_of_its_rows(
     tiny: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def limited(states: list[State]) -> State:
-        tried.append(len(states))
+    batches: list[int] = []
+
+    def limited_join(states: list[State]) -> State:
+        batches.append(len(states))
         if len(states) > 10:
             raise torch.OutOfMemoryError
         return join(states)
 
-    tried = list[int]()
-    monkeypatch.setattr(gpu, "join", limited)
+    monkeypatch.setattr(gpu, "join", limited_join)
     monkeypatch.setattr(gpu, "rows_that_fit", lambda row, card: 17)
     figures = Bench(CPU, CARD).measure(GpuRow("generate", "tiny", 100, "snapkv"))
-    assert tried == [17, 15, 14, 13, 12, 11, 10] and figures.rows == 10 and figures.batch_s
+    assert batches == [17, 15, 14, 13, 12, 11, 10]
+    assert figures.rows == 10
+    assert figures.batch_s
 
 
 def test_a_training_step_and_a_kernel_are_measured(tiny: LlamaConfig) -> None:
     step = Bench(CPU, CARD).measure(GpuRow("train", "tiny", 64, "lookahead module"))
-    assert step.first_s and step.step_s and step.share == step.step_s / step.first_s and step.peak_bytes
+    assert step.first_s
+    assert step.step_s
+    assert step.share == step.step_s / step.first_s
+    assert step.peak_bytes
     kernel = Bench(CPU, CARD).measure(GpuRow("attention", "tiny", 64, "sdpa"))
-    assert kernel.first_s and kernel.step_s and kernel.kv_bytes == 2 * 2 * 64 * 2 * 32
+    assert kernel.first_s
+    assert kernel.step_s
+    assert kernel.kv_bytes == 2 * 2 * 64 * 2 * 32
 
 
 def test_rooflines_of_a_prompt_and_of_steps() -> None:
     """Llama-3.1-8B: 6.98e9 weights in its layers, 0.53e9 in its logits, 131,072 bytes a token."""
-    card, row = Card("?", 1e15, 1e12, 80 * 10**9), GpuRow("generate", "llama-3.1-8b", 8192, "full")
-    layers, logits = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336), 4096 * 128256
+    row = GpuRow("generate", "llama-3.1-8b", 8192, "full")
+    layers = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    logits = 4096 * 128256
+    norms = 65 * 4096
+    bytes_of_weights = 2 * (layers + logits + norms)
+    card = Card("?", 1e15, 1e12, 80 * 10**9)
     least = roofline.roofline(row, card, rows=4)
     assert least.first_s == pytest.approx((2 * 8192 * layers + 4 * 8192 * 4096 * 4096 * 32) / 1e15)
-    norms = 65 * 4096
-    assert least.step_s and least.step_s == pytest.approx((2 * (layers + logits + norms) + 8192 * 131072) / 1e12)
+    assert least.step_s
+    assert least.step_s == pytest.approx((bytes_of_weights + 8192 * 131072) / 1e12)
     assert least.batch_s == pytest.approx(least.step_s + 3 * 8192 * 131072 / 1e12)
-    many = roofline.roofline(GpuRow("generate", "llama-3.1-8b", 8192, "snapkv"), card, rows=4096)
-    assert many.batch_s == pytest.approx((2 * (layers + logits + norms) + 4096 * 1024 * 131072) / 1e12)
-    slow = roofline.roofline(row, Card("?", 1e12, 1e15, 80 * 10**9), rows=1)
-    assert slow.step_s == pytest.approx((2 * (layers + logits) + 4 * 4096 * 8192 * 32) / 1e12)
+    of_many_rows = roofline.roofline(GpuRow("generate", "llama-3.1-8b", 8192, "snapkv"), card, rows=4096)
+    assert of_many_rows.batch_s == pytest.approx((bytes_of_weights + 4096 * 1024 * 131072) / 1e12)
+    card_that_computes_slowly = Card("?", 1e12, 1e15, 80 * 10**9)
+    compute_bound = roofline.roofline(row, card_that_computes_slowly, rows=1)
+    assert compute_bound.step_s == pytest.approx((2 * (layers + logits) + 4 * 4096 * 8192 * 32) / 1e12)
 
 
 def test_batches_fit_the_card_and_the_memory_beside_it() -> None:
-    card, row = known_card("H100"), GpuRow("generate", "llama-3.1-8b", 131072, "full")
+    card = known_card("H100")
+    row = GpuRow("generate", "llama-3.1-8b", 131072, "full")
     assert roofline.roofline(row, card).rows == 2
     offloaded = GpuRow("generate", "llama-3.1-8b", 32768, "specontext, offloaded")
     assert roofline.roofline(offloaded, card).rows == int(128 * 0.8 / (2 * 4))
@@ -108,58 +129,61 @@ def test_batches_fit_the_card_and_the_memory_beside_it() -> None:
         known_card("TPU")
 
 
-ROWS = [GpuRow("generate", "tiny", 100 + place, "full") for place in range(4)]
+ROWS = [GpuRow("generate", "tiny", tokens, "full") for tokens in (100, 101, 102, 103)]
 
 
-class Pretended:
-    """A bench whose rows do what they are told."""
+class ScriptedBench:
+    """A bench that measures nothing; rows of some numbers of tokens raise an error."""
 
-    device, card = CPU, CARD
+    device = CPU
+    card = CARD
 
-    def __init__(self, **by_tokens: Callable[[], Figures]) -> None:
-        self.by_tokens, self.measured = by_tokens, list[int]()
+    def __init__(self, errors: dict[int, BaseException] | None = None) -> None:
+        self.errors = errors or {}
+        self.measured: list[int] = []
 
     def measure(self, row: GpuRow) -> Figures:
         self.measured.append(row.tokens)
-        return self.by_tokens.get(f"at{row.tokens}", lambda: Figures(1.0, 0.5, 0.25, 2, 0.5, 1, 1, 1))()
+        if row.tokens in self.errors:
+            raise self.errors[row.tokens]
+        return Figures(1.0, 0.5, 0.25, 2, 0.5, 1, 1, 1)
 
 
-def _raise(error: BaseException) -> Any:
-    raise error
+def run_rows(bench: ScriptedBench, results: Results, minutes: float = 60) -> int:
+    """Number of rows of `ROWS` that are missing in the end."""
+    return run(bench, results, ROWS, minutes)  # type: ignore[arg-type]
 
 
 def test_rows_are_resumed_and_those_that_end_the_process_are_begun_twice(tiny: LlamaConfig, tmp_path: Path) -> None:
     path = tmp_path / "results" / "gpu.csv"
-    dies: dict[str, Any] = {
-        "at100": lambda: _raise(KeyboardInterrupt()),
-        "at102": lambda: _raise(RuntimeError("no\nluck")),
-    }
-    first = Pretended(**dies)
+    errors: dict[int, BaseException] = {100: KeyboardInterrupt(), 102: RuntimeError("no\nluck")}
+    killed = ScriptedBench(errors)
     with pytest.raises(KeyboardInterrupt):
-        run(first, Results(path), ROWS, 60)  # type: ignore[arg-type]
-    assert first.measured == [100]
-    second = Pretended(**dies)
+        run_rows(killed, Results(path))
+    assert killed.measured == [100]
+    killed_again = ScriptedBench(errors)
     with pytest.raises(KeyboardInterrupt):
-        run(second, Results(path), ROWS, 60)  # type: ignore[arg-type]
-    assert second.measured == [101, 102, 103, 100], "what ended a process comes last"
-    third = Pretended()
-    assert run(third, Results(path), ROWS, 60) == 0 and third.measured == []  # type: ignore[arg-type]
-    lines = [*csv.DictReader(path.open())]
-    by_tokens = {line["tokens"]: line for line in lines}
-    assert by_tokens["102"]["note"] == "RuntimeError: no luck" and by_tokens["100"]["attempts"] == "2"
-    assert by_tokens["101"]["first_s"] == "1.0" and by_tokens["101"]["card"] == "CPU"
+        run_rows(killed_again, Results(path))
+    assert killed_again.measured == [101, 102, 103, 100], "what ended a process comes last"
+    bench = ScriptedBench()
+    assert run_rows(bench, Results(path)) == 0
+    assert bench.measured == []
+    by_tokens = {line["tokens"]: line for line in csv.DictReader(path.open())}
+    assert by_tokens["100"]["attempts"] == "2"
+    assert by_tokens["102"]["note"] == "RuntimeError: no luck"
+    measured = by_tokens["101"]
+    assert measured["first_s"] == "1.0"
+    assert measured["card"] == "CPU"
     least = roofline.roofline(ROWS[1], CARD, rows=2)
-    assert [float(by_tokens["101"][f"{name}_roofline"]) for name in gpu.FLOORS] == [
-        least.first_s,
-        least.step_s,
-        least.batch_s,
-    ]
+    floors = [float(measured[f"{name}_roofline"]) for name in gpu.FLOORS]
+    assert floors == [least.first_s, least.step_s, least.batch_s]
     assert len(Results(path).missing("another card", ROWS)) == 4
 
 
 def test_no_row_is_begun_after_the_time(tiny: LlamaConfig, tmp_path: Path) -> None:
-    bench, results = Pretended(), Results(tmp_path / "gpu.csv")
-    assert run(bench, results, ROWS, -1) == 4 and bench.measured == []  # type: ignore[arg-type]
+    bench = ScriptedBench()
+    assert run_rows(bench, Results(tmp_path / "gpu.csv"), minutes=-1) == 4
+    assert bench.measured == []
 
 
 def test_a_table_of_other_columns_is_refused(tmp_path: Path) -> None:
@@ -173,7 +197,9 @@ def test_a_dry_run_has_a_line_for_every_row(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out.splitlines()
     rows = [line for line in printed if line.split()[0] in roofline.SHAPES and " / " in line]
     assert len(rows) == len(all_rows()) == 3 * (2 * len(METHODS) + len(KERNELS)) + 4
-    assert all("- / " in line for line in rows) and not (tmp_path / "none.csv").exists()
+    for line in rows:
+        assert "- / " in line
+    assert not (tmp_path / "none.csv").exists()
     assert any("14.96 GiB of weights, 131072 bytes of KV entries a token" in line for line in printed)
     assert main(["--dry", "--card", "abacus"]) == 2
 

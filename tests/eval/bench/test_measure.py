@@ -20,7 +20,7 @@ from keepsight.runtime.state import prefill
 from tests.runtime.retrieval.heads import Oracle
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
-OF_ENTRY = 2 * 8 * 2 * 4  # KV heads, dimensions, keys and values, bytes
+ENTRY_BYTES = 2 * 8 * 2 * 4  # KV heads, dimensions, keys and values, bytes
 PEAKS: dict[str, tuple[Any, int]] = {
     "nothing is evicted": (FullCache(), 3 * 200),
     "all fits the budget": (SnapKV(200), 3 * 200),
@@ -31,8 +31,10 @@ PEAKS: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize("case", PEAKS)
 def test_the_peak_of_kv_entries(case: str) -> None:
-    (method, entries), model, ids = PEAKS[case], tiny_model(), prompt_ids(200)[0]
-    assert peak_kv_bytes(model, lambda: method.start(model, ids)) == entries * OF_ENTRY
+    method, entries = PEAKS[case]
+    model = tiny_model()
+    ids, _ = prompt_ids(200)
+    assert peak_kv_bytes(model, lambda: method.start(model, ids)) == entries * ENTRY_BYTES
     assert not model._forward_pre_hooks
 
 
@@ -40,15 +42,17 @@ def test_the_peak_of_kv_entries(case: str) -> None:
 def test_short_actions_are_timed_more_often(
     repeats: int, least: float, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed, warm = list[object](), list[int]()
+    timed: list[object] = []
+    warm_ups: list[int] = []
 
     def seconds_of(action: object) -> float:
         timed.append(action)
         return 0.4
 
     monkeypatch.setattr(measure, "seconds_of", seconds_of)
-    assert measure.median_seconds(lambda: warm.append(1), repeats, least) == 0.4
-    assert len(timed) == runs and warm == [1]
+    assert measure.median_seconds(lambda: warm_ups.append(1), repeats, least) == 0.4
+    assert len(timed) == runs
+    assert len(warm_ups) == 1
 
 
 def cells(line: str) -> list[str]:
@@ -59,21 +63,34 @@ def cells(line: str) -> list[str]:
 def test_every_cache_and_every_part_of_specache_has_a_line(tmp_path: Path):
     target = Target(tiny_model(), tiny_tokenizer(), "tiny", "0")
     method = SpeCache(2, 8, 8, topk=4)
-    lines, again = (list(bench_specache(Runner(tmp_path), target, method, 40, batch=2, steps=5)) for _ in range(2))
-    assert again == lines and {path.name for path in tmp_path.glob("*.csv")} == {"steps_2_bits.csv", "parts_2_bits.csv"}
-    caches = {name: figures for name, *figures in map(cells, lines[2:6])}
-    assert list(caches) == ["full", "KIVI", "SpeCache", "not speculative"]
-    megabytes = {name: float(columns[2]) for name, columns in caches.items()}
+    lines = list(bench_specache(Runner(tmp_path), target, method, 40, batch=2, steps=5))
+    lines_of_resumed_run = list(bench_specache(Runner(tmp_path), target, method, 40, batch=2, steps=5))
+    assert lines_of_resumed_run == lines
+    assert {path.name for path in tmp_path.glob("*.csv")} == {"steps_2_bits.csv", "parts_2_bits.csv"}
+    figures: dict[str, list[str]] = {}
+    for line in lines[2:6]:
+        cache, *columns = cells(line)
+        figures[cache] = columns
+    assert list(figures) == ["full", "KIVI", "SpeCache", "not speculative"]
+    megabytes = {cache: float(columns[2]) for cache, columns in figures.items()}
     # 48 tokens x 2 rows x 3 layers x 2 KV heads x 8 dimensions x 2 x 4 bytes, as two decimals show it
     assert megabytes["full"] == round(48 * 2 * 3 * 2 * 8 * 2 * 4 / 1e6, 2)
     assert megabytes["KIVI"] <= megabytes["SpeCache"] == megabytes["not speculative"]
     # Of each step 4 entries a head come back; tokens 41 to 48 are packed and offloaded in the last of 5 steps.
-    moved = round((4 + 8 / 5) * 2 * 3 * 2 * 8 * 2 * 4 / 1e6, 2)
-    assert float(caches["SpeCache"][3]) == float(caches["not speculative"][3]) == moved
-    parts = ["dequantise", "attention, with it", "select", "select and fetch"]
-    parts += ["load all entries", "load 1 % in a row", "load 1 % scattered"]
+    moved_megabytes = round((4 + 8 / 5) * 2 * 3 * 2 * 8 * 2 * 4 / 1e6, 2)
+    assert float(figures["SpeCache"][3]) == moved_megabytes
+    assert float(figures["not speculative"][3]) == moved_megabytes
     assert lines[6] == "its parts, in 3 layers"
-    assert [cells(line)[0] for line in lines[7:]] == ["part", *parts]
+    assert [cells(line)[0] for line in lines[7:]] == [
+        "part",
+        "dequantise",
+        "attention, with it",
+        "select",
+        "select and fetch",
+        "load all entries",
+        "load 1 % in a row",
+        "load 1 % scattered",
+    ]
 
 
 def speculated(head, prompts, answer_tokens, draft_tokens):
@@ -91,8 +108,10 @@ def test_a_head_that_knows_half_of_each_draft():
     )
     assert title.startswith("1 prompts of 50 to 50 tokens, answers of at most 13, drafts of 4, torch.float32, ")
     assert cells(heads) == ["method", "answer tokens", "seconds", "tokens/s", "of plain"]
-    assert cells(plain)[:2] == ["plain", "13"] and cells(plain)[-1] == "1.00"
-    assert cells(speculative)[:2] == ["speculative", "13"] and float(cells(speculative)[-1]) > 0
+    assert cells(plain)[:2] == ["plain", "13"]
+    assert cells(plain)[-1] == "1.00"
+    assert cells(speculative)[:2] == ["speculative", "13"]
+    assert float(cells(speculative)[-1]) > 0
     assert length.startswith("acceptance length 3.00 tokens")
     assert shares.endswith(": 1.00 1.00 0.00 0.00")
     assert same == "1 of 1 answers are the same, token for token"
@@ -119,11 +138,15 @@ def head(request, target):
 
 def test_parameters_and_bytes(target):
     head = RetrievalHead.untrained(target.model, "previous-step", 1024)
-    norms, fc, projections = 2 * 32, 3 * 32 * 32, 64 * (32 + 16)
-    own = norms + fc + projections
+    norms = 2 * 32
+    fc = 3 * 32 * 32
+    projections = 64 * (32 + 16)
+    of_head = norms + fc + projections
+    of_model = sum(parameter.numel() for parameter in target.model.parameters())
     (line,) = size_lines(target, head, None)
-    whole = sum(each.numel() for each in target.model.parameters())
-    assert f": {own:,} parameters, {own * 4:,} bytes as float32, {own / whole:.2%} of the model's {whole:,}; " in line
+    size = f": {of_head:,} parameters, {of_head * 4:,} bytes as float32, "
+    share = f"{of_head / of_model:.2%} of the model's {of_model:,}; "
+    assert size + share in line
     assert line.endswith("; 64 bytes of keys a token")  # 2 KV heads of 8 dimensions in float32
 
 
@@ -138,7 +161,7 @@ def test_a_line_for_each_length_and_method(target, head):
         for name in ("full", "quest", "specontext", "specontext, offloaded")
     ]
     columns = [[float(figure) for figure in cells(line)[2:]] for line in lines]
-    assert [len(each) for each in columns] == [3, 3, 6, 4] * 2
+    assert [len(figures) for figures in columns] == [3, 3, 6, 4] * 2
     assert columns[0][2] == columns[4][2] == 1  # against itself
     for step in (columns[2], columns[6]):
         assert sum(step[3:]) == pytest.approx(step[0], abs=0.02)
@@ -171,7 +194,8 @@ def test_where_all_is_chosen_only_what_is_new_is_loaded(target, head):
 
 def test_texts_have_about_the_length_that_is_asked_for(target):
     prompts = text_prompts(target, 600, 3)
-    assert all(500 < len(each) <= 600 for each in prompts)
-    assert len({tuple(each[:100]) for each in prompts}) == 3
+    for prompt in prompts:
+        assert 500 < len(prompt) <= 600
+    assert len({tuple(prompt[:100]) for prompt in prompts}) == 3
     text = target.tokenizer.decode(prompts[0])
     assert text.endswith("Summarize the text above.<|end|><|assistant|>")

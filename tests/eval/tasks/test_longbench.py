@@ -31,7 +31,8 @@ ROW = {"input": "Who?", "context": "Ada did it.", "answers": ["Ada"], "length": 
 @pytest.fixture(scope="module")
 def letters() -> PreTrainedTokenizerFast:
     """One token a byte."""
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]))
+    vocabulary = {letter: token for token, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE)
@@ -43,7 +44,7 @@ def request_of(tokenizer: Any, protocol: str = "reference", **changes: Any) -> T
     )
 
 
-def one(task: str, tokenizer: Any, folder: Path, protocol: str = "reference", **row: Any) -> RenderedSample:
+def sample_of(task: str, tokenizer: Any, folder: Path, protocol: str = "reference", **row: Any) -> RenderedSample:
     write_lines(folder / f"{task}.jsonl", [{**ROW, **row}])
     (sample,) = LongBench(str(folder)).samples(task, request_of(tokenizer, protocol))
     return sample
@@ -56,16 +57,22 @@ def text_of(sample: RenderedSample, tokenizer: Any) -> str:
 def test_the_table_is_the_benchmarks() -> None:
     tasks = longbench_tasks()
     by_tokens = Counter(task.tokens for task in tasks.values())
-    assert by_tokens == {32: 7, 64: 6, 128: 4, 512: 4} and tasks["samsum"].tokens == 128
-    assert all(task.metric in METRICS and task.before.count("{context}") == 1 for task in tasks.values())
+    assert by_tokens == {32: 7, 64: 6, 128: 4, 512: 4}
+    assert tasks["samsum"].tokens == 128
+    for task in tasks.values():
+        assert task.metric in METRICS
+        assert task.before.count("{context}") == 1
     groups = LongBench().groups(REFERENCE)
-    assert (len(groups[""]), len(groups["e"]), len(LongBench().groups(PROTOCOLS["draft-based"])[""])) == (16, 13, 14)
+    assert len(groups[""]) == 16
+    assert len(groups["e"]) == 13
+    groups_of_draft_based = LongBench().groups(PROTOCOLS["draft-based"])
+    assert len(groups_of_draft_based[""]) == 14
     first_line = {name for name, task in tasks.items() if task.metric.endswith("first_line")}
     assert first_line == {"triviaqa", "samsum"}  # classification always scores the first line
 
 
 def test_a_prompt(tmp_path: Path, letters: Any) -> None:
-    sample = one("multifieldqa_en", letters, tmp_path)
+    sample = sample_of("multifieldqa_en", letters, tmp_path)
     prompt = (
         "Read the following text and answer briefly.\n\nAda did it.\n\nNow, answer the following question based on the "
         "above text, only give me the answer and do not output any other words.\n\nQuestion: Who?\nAnswer:"
@@ -73,37 +80,43 @@ def test_a_prompt(tmp_path: Path, letters: Any) -> None:
     assert sample.prompt == prompt
     assert text_of(sample, letters) == f"<user>{prompt}<end><assistant>"
     assert sample.question == "Question: Who?\nAnswer:"
-    assert (sample.task, sample.id, sample.max_new_tokens) == ("longbench_multifieldqa_en", "x", 64)
+    assert sample.task == "longbench_multifieldqa_en"
+    assert sample.id == "x"
+    assert sample.max_new_tokens == 64
     assert score(sample, "Ada") == 1.0
 
 
 def test_few_shot_and_code_prompts_go_without_the_template(tmp_path: Path, letters: Any) -> None:
-    sample = one("trec", letters, tmp_path, input="Question: Who?\nType:", all_classes=["Person", "Place"])
+    sample = sample_of("trec", letters, tmp_path, input="Question: Who?\nType:", all_classes=["Person", "Place"])
     assert text_of(sample, letters).endswith("examples of questions.\n\nAda did it.\nQuestion: Who?\nType:")
-    assert sample.question == "Question: Who?\nType:" and sample.classes == ("Person", "Place")
-    sample = one("repobench-p", letters, tmp_path, input="x = 1\n")
+    assert sample.question == "Question: Who?\nType:"
+    assert sample.classes == ("Person", "Place")
+    sample = sample_of("repobench-p", letters, tmp_path, input="x = 1\n")
     assert text_of(sample, letters) == "Please complete the code given below. \nAda did it.x = 1\nNext line of code:\n"
 
 
 def test_protocols(tmp_path: Path, letters: Any) -> None:
-    press = one("qasper", letters, tmp_path, "kvpress")
+    press = sample_of("qasper", letters, tmp_path, "kvpress")
     assert (press.answer_prefix, press.max_new_tokens) == ("Answer:", 148)
     assert text_of(press, letters).endswith("Question: Who?\n\n<end><assistant>Answer:")
-    press = one("trec", letters, tmp_path, "kvpress", input="Question: Who?\nType:", all_classes=["Ada"])
+    press = sample_of("trec", letters, tmp_path, "kvpress", input="Question: Who?\nType:", all_classes=["Ada"])
     assert text_of(press, letters).endswith("Question: Who?\n<end><assistant>Type:")
     assert score(press, " \n Ada\nQuestion") == 1.0
-    draft = one("qasper", letters, tmp_path, "draft-based")
+    draft = sample_of("qasper", letters, tmp_path, "draft-based")
     assert text_of(draft, letters).startswith("<system>A chat between a curious human")
     assert score(draft, "Answer: Bob. The answer is: Ada") == 1.0
-    assert score(one("qasper", letters, tmp_path), "Answer: Bob. The answer is: Ada") < 0.5
+    assert score(sample_of("qasper", letters, tmp_path), "Answer: Bob. The answer is: Ada") < 0.5
     write_lines(tmp_path / "lcc.jsonl", [{**ROW, "_id": name} for name in "abcde"])
     drawn = LongBench(str(tmp_path)).samples("lcc", request_of(letters, "draft-based", samples=2))
-    shuffled = Dataset.from_dict({"name": [*"abcde"]}).shuffle(seed=42)["name"]
-    assert [sample.id for sample in drawn] == [*shuffled][:2] != ["a", "b"]
+    drawn_ids = [sample.id for sample in drawn]
+    shuffled = list(Dataset.from_dict({"name": list("abcde")}).shuffle(seed=42)["name"])
+    assert drawn_ids == shuffled[:2]
+    assert drawn_ids != ["a", "b"]
     letters.name_or_path = "meta-llama/Llama-3.1-8B-Instruct"
-    factory = one("qasper", letters, tmp_path, "kvcache-factory")
+    factory = sample_of("qasper", letters, tmp_path, "kvcache-factory")
     letters.name_or_path = ""
-    assert factory.length == 7500 and factory.chat
+    assert factory.length == 7500
+    assert factory.chat
     with refused("protocol", "unknown"):
         protocol_named("mine")
 
@@ -120,23 +133,27 @@ def test_who_applies_the_chat_template(
     tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch, protocol: str, model: str, chat: bool, few_shot: bool
 ) -> None:
     monkeypatch.setattr(letters, "name_or_path", model)
-    question, example = (one(task, letters, tmp_path, protocol) for task in ("qasper", "triviaqa"))
-    assert (question.chat, example.chat) == (chat, few_shot)
+    assert sample_of("qasper", letters, tmp_path, protocol).chat == chat
+    assert sample_of("triviaqa", letters, tmp_path, protocol).chat == few_shot
 
 
 def test_the_middle_is_cut(tmp_path: Path, letters: Any) -> None:
     assert without_middle("0123456789", 10, letters) == "0123456789"
     assert without_middle("0123456789", 9, letters) == "01236789"
     long = "a" * 3000 + "b" * 3000
-    sample = one("qasper", letters, tmp_path, context=long)
+    sample = sample_of("qasper", letters, tmp_path, context=long)
     limit = 4000 - 128 - 64
-    assert sample.length == limit == len(sample.prompt)
-    assert sample.prompt.startswith("You are given a scientific") and sample.prompt.endswith("Who?\n\nAnswer:")
+    assert sample.length == limit
+    assert len(sample.prompt) == limit
+    assert sample.prompt.startswith("You are given a scientific")
+    assert sample.prompt.endswith("Who?\n\nAnswer:")
     assert sample.question == "Question: Who?\n\nAnswer:"
     assert len(sample.prompt_ids) == limit + len("<user><end><assistant>")
     (sample,) = LongBench(str(tmp_path), max_tokens=40).samples("qasper", request_of(letters))
-    assert len(sample.prompt) == 40 and sample.question == ""  # it lost its beginning
-    assert sample.is_cut and not one("qasper", letters, tmp_path).is_cut
+    assert len(sample.prompt) == 40
+    assert sample.question == ""  # it lost its beginning
+    assert sample.is_cut
+    assert not sample_of("qasper", letters, tmp_path).is_cut
 
 
 def test_without_truncation_long_prompts_are_left_out(tmp_path: Path, letters: Any) -> None:
@@ -154,7 +171,9 @@ def test_longbench_e_by_length(tmp_path: Path, letters: Any) -> None:
     assert "lcc_e.jsonl:5: not in the benchmark's own layout (OverflowError" in request.notes["longbench e_lcc"]
     assert [sample.id for sample in samples] == ["x", "x-2", "x-3", "x-4"]
     assert [sample.length for sample in samples] == [4000, 8000, 8000, 16000]
-    assert {(sample.task, sample.chat) for sample in samples} == {("longbench_e_lcc", False)}
+    for sample in samples:
+        assert sample.task == "longbench_e_lcc"
+        assert not sample.chat
 
 
 def test_a_folder_with_some_of_the_files(tmp_path: Path, letters: Any) -> None:
@@ -177,7 +196,7 @@ def test_a_folder_with_some_of_the_files(tmp_path: Path, letters: Any) -> None:
 def test_chinese_tasks_need_jieba_before_anything_is_answered(
     tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert one("dureader", letters, tmp_path).metric == "rouge_l_zh"
+    assert sample_of("dureader", letters, tmp_path).metric == "rouge_l_zh"
     monkeypatch.setitem(sys.modules, "jieba", None)
     with refused("jieba", "missing"):
         LongBench(str(tmp_path)).samples("dureader", request_of(letters))
@@ -193,7 +212,8 @@ def test_the_archive_of_the_hub(tmp_path: Path, letters: Any, monkeypatch: pytes
     with refused("answers", "type"):
         LongBench().samples("qasper", request_of(letters, skip=0))
     request = request_of(letters)
-    assert len(LongBench().samples("qasper", request)) == len(request.skipped) == 1
+    assert len(LongBench().samples("qasper", request)) == 1
+    assert len(request.skipped) == 1
     assert "1 rows were skipped, such as " in request.notes["longbench qasper"]
 
 
@@ -208,20 +228,26 @@ def test_longbench_v2(tmp_path: Path, letters: Any, name: str) -> None:
     row = {"_id": "7", "length": "short", "question": " Who? ", "context": "Ada did it.", "answer": "B"}
     row |= {f"choice_{letter}": f"It is {letter}." for letter in "ABCD"}
     rows = [row, {**row, "length": "long", "context": "x" * 5000}]
-    (write_json if name == "data.json" else write_lines)(tmp_path / name, rows)
+    write = write_json if name == "data.json" else write_lines
+    write(tmp_path / name, rows)
     request = request_of(letters)
     benchmarks = Benchmarks(longbench_v2=LongBenchV2(str(tmp_path / name)))
     short, long = make_all(benchmarks, ["longbench_v2"], request)
-    assert (short.task, long.task) == ("longbench_v2_short", "longbench_v2_long")
+    assert short.task == "longbench_v2_short"
+    assert long.task == "longbench_v2_long"
     assert short.prompt.startswith("Please read the following text and answer the question below.\n\n<text>\nAda")
     assert short.prompt.endswith(
         "What is the correct answer to this question: Who?\nChoices:\n(A) It is A.\n(B) It is B.\n(C) It is C.\n"
         '(D) It is D.\n\nFormat your response as follows: "The correct answer is (insert answer here)".'
     )
     assert short.context.endswith("</text>\n\n")
-    assert len(long.prompt) == 4000 - 128 - 64 and long.is_cut and not short.is_cut
-    (write_json if name == "data.json" else write_lines)(tmp_path / "more", [row, {**row, "choice_A": None}])
-    (tmp_path / "more").rename(tmp_path / f"more_{name}")
+    assert len(long.prompt) == 4000 - 128 - 64
+    assert long.is_cut
+    assert not short.is_cut
+    assert score(short, "The correct answer is (B)") == 1.0
+    assert score(short, "The correct answer is (C)") == 0.0
+    with_bad_row = tmp_path / f"bad_{name}"
+    write(with_bad_row, [row, {**row, "choice_A": None}])
     request = request_of(letters)
-    assert len(LongBenchV2(str(tmp_path / f"more_{name}")).samples("short", request)) == len(request.skipped) == 1
-    assert score(short, "The correct answer is (B)") == 1.0 and score(short, "The correct answer is (C)") == 0.0
+    assert len(LongBenchV2(str(with_bad_row)).samples("short", request)) == 1
+    assert len(request.skipped) == 1
