@@ -39,12 +39,15 @@ _COUNTS = {
 
 def main(arguments: list[str]) -> int:
     """Run the campaign; the arguments are `seed=` and counts by name."""
-    given = {name: int(number) for name, _, number in (argument.partition("=") for argument in arguments)}
-    is_drawn = given.pop("plots", 1)
-    seed = given.pop("seed", 0)
-    counts = {name: given.get(name, 0 if given else number) for name, number in _COUNTS.items()}
-    if unknown := given.keys() - counts.keys():
-        raise SystemExit(f"{min(unknown)}= is unknown; choose from seed, plots, {', '.join(counts)}")
+    values: dict[str, int] = {}
+    for argument in arguments:
+        name, _, number = argument.partition("=")
+        values[name] = int(number)
+    is_drawn = values.pop("plots", 1)
+    seed = values.pop("seed", 0)
+    if unknown := values.keys() - _COUNTS.keys():
+        raise SystemExit(f"{min(unknown)}= is unknown; choose from seed, plots, {', '.join(_COUNTS)}")
+    counts = dict.fromkeys(_COUNTS, 0) | values if values else _COUNTS
 
     import torch
     from pytest import MonkeyPatch
@@ -72,7 +75,9 @@ def main(arguments: list[str]) -> int:
     modules = (trials, threads, rows, servers, paths, sinks, rope, stops, tokenizers, pasts, turns)
     torch.set_num_threads(1)
     preload()
-    bad, started, patch = 0, monotonic(), MonkeyPatch()
+    bad = 0
+    started = monotonic()
+    patch = MonkeyPatch()
     if not is_drawn:
         draw_nothing(patch)
     with tempfile.TemporaryDirectory() as folder:
@@ -85,13 +90,14 @@ def main(arguments: list[str]) -> int:
             if trial.__module__ != trials.__name__:
                 patch.undo()
             ends = trial(world, Random(f"{name} {seed}"), counts[name]) if counts[name] else ()
-            for word, said in tqdm(ends, desc=name, total=counts[name], disable=not counts[name], mininterval=10):
+            progress = tqdm(ends, desc=name, total=counts[name], disable=not counts[name], mininterval=10)
+            for word, description in progress:
                 ended[word] += 1
                 if word not in trials.GOOD:
                     bad += 1
-                    print(f"{word}: {said}\n", flush=True)
-            listed = ", ".join(f"{number} {word}" for word, number in ended.most_common())
-            print(f"{name.replace('_', ' '):<16} {ended.total():>5}   {listed}", flush=True)
+                    print(f"{word}: {description}\n", flush=True)
+            words = ", ".join(f"{number} {word}" for word, number in ended.most_common())
+            print(f"{name.replace('_', ' '):<16} {ended.total():>5}   {words}", flush=True)
     print(f"{bad} ended as none may; seed {seed}, {monotonic() - started:.0f} s")
     return 1 if bad else 0
 

@@ -74,15 +74,19 @@ class Outcome:
         if self.was_killed:
             return "hung" if self.seconds > _LIMIT else None
         if self.code == 2:
-            said = [line for line in self.errors.splitlines() if line.startswith("keepsight: error: ")]
-            return None if len(said) == 1 and self.errors.rstrip().endswith(said[0]) else "not one line"
+            errors = [line for line in self.errors.splitlines() if line.startswith("keepsight: error: ")]
+            is_one_line = len(errors) == 1 and self.errors.rstrip().endswith(errors[0])
+            return None if is_one_line else "not one line"
         return None if self.code == 0 else f"exit status {self.code}"
 
 
 def preload() -> None:
     """Import what the commands need."""
-    for name in (*(f"keepsight.commands.{run.partition(':')[0]}" for _, run in COMMANDS.values()), *_HEAVY):
-        importlib.import_module(name)
+    for _, function in COMMANDS.values():
+        module, _, _ = function.partition(":")
+        importlib.import_module(f"keepsight.commands.{module}")
+    for module in _HEAVY:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or each child copies what it only looks through
 
@@ -117,12 +121,13 @@ class Run:
 
     def wait(self) -> Outcome:
         """How it ended."""
-        text, status = b"", None
+        text = b""
+        status: int | None = None
         until = self._started + (self.disturbance.kill_after or _LIMIT)
         while status is None:
-            done, ended = os.waitpid(self._child, os.WNOHANG)
-            if done:
-                status = os.waitstatus_to_exitcode(ended)
+            ended_child, wait_status = os.waitpid(self._child, os.WNOHANG)
+            if ended_child:
+                status = os.waitstatus_to_exitcode(wait_status)
             elif time.monotonic() > until:
                 os.killpg(self._child, signal.SIGKILL)
                 until = float("inf")
@@ -156,11 +161,16 @@ class _Counter:
     """Counts what happens to files in a folder, and strikes at the chosen event."""
 
     def __init__(self, folder: Path, disturbance: Disturbance) -> None:
-        self.folder, self.disturbance, self.events, self.is_off = str(folder.absolute()), disturbance, 0, False
+        self.folder = str(folder.absolute())
+        self.disturbance = disturbance
+        self.events = 0
+        self.is_off = False
 
     def __call__(self, event: str, values: tuple[object, ...]) -> None:
-        is_file = event.partition(".")[0] in ("open", "os") and bool(values) and isinstance(values[0], str | Path)
-        if self.is_off or not is_file or not os.path.abspath(str(values[0])).startswith(self.folder):
+        if self.is_off or event.partition(".")[0] not in ("open", "os") or not values:
+            return
+        path = values[0]
+        if not isinstance(path, str | Path) or not os.path.abspath(str(path)).startswith(self.folder):
             return
         self.events += 1
         if self.events == self.disturbance.kill_at:
@@ -178,7 +188,8 @@ def _end_with(action: Callable[[], int], errors: int) -> None:
         tqdm.set_lock(threading.RLock())  # the inherited one is shared, and stays locked when a child is killed in it
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(errors, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         code = action()
     except BaseException:
         traceback.print_exc()
@@ -188,11 +199,13 @@ def _end_with(action: Callable[[], int], errors: int) -> None:
 
 
 def _waiting_in(pipe: int) -> bytes:
-    parts = []
+    """What can be read without waiting."""
+    waiting = b""
     while True:
         try:
-            parts.append(os.read(pipe, 1 << 16))
+            received = os.read(pipe, 1 << 16)
         except BlockingIOError:
-            return b"".join(parts)
-        if not parts[-1]:
-            return b"".join(parts)
+            return waiting
+        if not received:
+            return waiting
+        waiting += received

@@ -45,8 +45,8 @@ def zeroed(path: Path, rng: Random) -> None:
 def repeated(path: Path, rng: Random) -> None:
     """A part stands twice, a line where the file has lines."""
     lines = path.read_bytes().splitlines(keepends=True)
-    place = rng.randrange(len(lines))
-    path.write_bytes(b"".join([*lines[: place + 1], *lines[place:]]))
+    index = rng.randrange(len(lines))
+    path.write_bytes(b"".join([*lines[: index + 1], *lines[index:]]))
 
 
 def removed(path: Path, rng: Random) -> None:
@@ -72,8 +72,9 @@ def other_value(path: Path, rng: Random) -> bool | None:
         write_json(path, _changed(value, rng))
     elif path.suffix == ".jsonl":
         lines = path.read_bytes().splitlines()
-        place = rng.randrange(len(lines))
-        lines[place] = json.dumps(_changed(from_json(lines[place]), rng), ensure_ascii=False).encode()
+        index = rng.randrange(len(lines))
+        changed = _changed(from_json(lines[index]), rng)
+        lines[index] = json.dumps(changed, ensure_ascii=False).encode()
         path.write_bytes(b"\n".join(lines) + b"\n")
     else:
         return False
@@ -84,7 +85,8 @@ def spoilt_tensor(path: Path, rng: Random) -> bool | None:
     """A tensor holds NaN, has another shape or another name; digests beside it fit."""
     if path.suffix != ".safetensors":
         return False
-    tensors, before = load_file(path), file_digest(path)
+    tensors = load_file(path)
+    digest = file_digest(path)
     name = rng.choice(sorted(tensors))
     kind = rng.choice(["nan", "shape", "name"])
     if kind == "nan" and tensors[name].is_floating_point():
@@ -96,8 +98,8 @@ def spoilt_tensor(path: Path, rng: Random) -> bool | None:
     save_file(tensors, path)
     for beside in path.parent.glob("*.json"):
         text = beside.read_text(encoding="utf-8")
-        if before in text:
-            write_json(beside, json.loads(text.replace(before, file_digest(path))))
+        if digest in text:
+            write_json(beside, json.loads(text.replace(digest, file_digest(path))))
     return None
 
 

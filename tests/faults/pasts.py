@@ -44,18 +44,19 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id
 
 @cache
 def method_of(name: str, budget: int | None) -> Any:
+    """A method as `METHODS` has it; its options may name another method than its key."""
     options, _ = METHODS[name]
-    return make_method(options.get("name", name), budget, **{key: options[key] for key in options.keys() - {"name"}})
+    without_name = {key: value for key, value in options.items() if key != "name"}
+    return make_method(options.get("name", name), budget, **without_name)
 
 
 class Cases:
     """Models, and methods that run on them, by name."""
 
     def __init__(self, world: World) -> None:
-        folder = world.folder
         self.models: dict[str, Any] = {family: family_model(family) for family in FAMILIES}
-        self.models["tiny"] = load_target(str(folder / "tiny"), device="cpu").model
-        self._trained = Resources(folder / "adapter", LayerSubset((0, 2)), retrieval=folder / "retrieval")
+        self.models["tiny"] = load_target(str(world.folder / "tiny"), device="cpu").model
+        self._trained = Resources(world.folder / "adapter", LayerSubset((0, 2)), retrieval=world.folder / "retrieval")
         self._methods: dict[tuple[str, int | None], Any] = {}
 
     def draw(self, rng: Random) -> tuple[str, str, int | None]:
@@ -81,7 +82,8 @@ class Cases:
 
 def pasts(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """One to six operations on a past, of which the right ones are compared with those on a fresh past."""
-    cases, folder = Cases(world), world.folder.with_name("pasts")
+    cases = Cases(world)
+    folder = world.folder.with_name("pasts")
     for _ in range(count):
         seed = rng.random()
         case = cases.draw(rng)
@@ -89,8 +91,10 @@ def pasts(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 
 def _trial(cases: Cases, case: tuple[str, str, int | None], rng: Random, folder: Path) -> str:
-    model, method = cases.models[case[0]], cases.method(*case[1:])
-    prompt = prompt_ids(rng.choice((45, 60)), seed=rng.randrange(9))[0]
+    model_name, method_name, budget = case
+    model = cases.models[model_name]
+    method = cases.method(method_name, budget)
+    prompt, _ = prompt_ids(rng.choice((45, 60)), seed=rng.randrange(9))
     trial = _Trial(model, method, prompt, folder)
     for _ in range(rng.randint(1, 6)):
         operation = rng.choice(_OPERATIONS)
@@ -103,7 +107,10 @@ class _Trial:
     """A past, and the turns that led to it, from which a fresh one is computed."""
 
     def __init__(self, model: Any, method: Any, prompt: Tensor, folder: Path) -> None:
-        self.model, self.method, self.prompt, self.folder = model, method, prompt, folder
+        self.model = model
+        self.method = method
+        self.prompt = prompt
+        self.folder = folder
         self.turns: list[Tensor] = []
         self.past = self.fresh()
 
@@ -124,8 +131,9 @@ class _Trial:
     def ask(self, rng: Random) -> None:
         """A right call, against the same on a fresh past."""
         ids = self.longer(rng)
-        found, expected = (self.answer(ids, past) for past in (self.past, self.fresh()))
-        assert torch.equal(found, expected), f"answered {found[0].tolist()} and not {expected[0].tolist()}"
+        answer = self.answer(ids, self.past)
+        expected = self.answer(ids, self.fresh())
+        assert torch.equal(answer, expected), f"answered {answer[0].tolist()} and not {expected[0].tolist()}"
 
 
 def _refused(action: Callable[[], Any]) -> None:
@@ -138,7 +146,8 @@ def _refused(action: Callable[[], Any]) -> None:
 
 
 def _plain(trial: _Trial, rng: Random) -> None:
-    ids, options = trial.longer(rng), rng.choice(({}, {"num_beams": 2}, {"do_sample": True}, {"use_cache": True}))
+    ids = trial.longer(rng)
+    options = rng.choice(({}, {"num_beams": 2}, {"do_sample": True}, {"use_cache": True}))
     ids = rng.choice((ids, ids[:, -5:], ids[:, : trial.past.ids.shape[1]]))
     past = rng.choice((trial.past, copy.deepcopy(trial.past), trial.past.state.cache))
     _refused(lambda: trial.model.generate(ids, past_key_values=past, **GREEDY | options))
@@ -176,8 +185,8 @@ def _threads(trial: _Trial, rng: Random) -> None:
     turns = [trial.longer(rng) for _ in range(rng.randint(2, 4))]
     expected = [trial.answer(ids, trial.fresh()).tolist() for ids in turns]
     with ThreadPoolExecutor(len(turns)) as pool:
-        found = list(pool.map(lambda ids: trial.answer(ids, trial.past).tolist(), turns))
-    assert found == expected, "threads answered otherwise"
+        answers = list(pool.map(lambda ids: trial.answer(ids, trial.past).tolist(), turns))
+    assert answers == expected, "threads answered otherwise"
 
 
 def _goes_on(trial: _Trial, rng: Random) -> None:
@@ -190,19 +199,17 @@ def _goes_on(trial: _Trial, rng: Random) -> None:
 def _talks(trial: _Trial, rng: Random) -> None:
     if trial.past.state.has_plain_entries:
         turn = trial.longer(rng)[:, -3:]
-        found, expected = (
-            Conversation(trial.model, trial.method, past.state).say(turn, **GREEDY)
-            for past in (trial.past, trial.fresh())
-        )
-        assert torch.equal(found, expected), "a conversation answered otherwise"
+        answer = Conversation(trial.model, trial.method, trial.past.state).say(turn, **GREEDY)
+        expected = Conversation(trial.model, trial.method, trial.fresh().state).say(turn, **GREEDY)
+        assert torch.equal(answer, expected), "a conversation answered otherwise"
 
 
 def _saves(trial: _Trial, rng: Random) -> None:
     if trial.past.state.has_plain_entries:
         turn = trial.longer(rng)[:, -3:]
         saved = load_state(save_state(trial.past.state, trial.folder, model=trial.model), trial.model)
-        talk = Conversation(trial.model, method_of("full", None), trial.fresh().state)
-        expected = talk.say(turn, **GREEDY)
+        conversation = Conversation(trial.model, method_of("full", None), trial.fresh().state)
+        expected = conversation.say(turn, **GREEDY)
         _refused(lambda: trial.model.generate(turn, past_key_values=saved.state.cache, **GREEDY))
         for _ in range(2):
             assert torch.equal(generate(trial.model, turn, saved, **GREEDY), expected), "a saved state: otherwise"

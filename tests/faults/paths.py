@@ -36,8 +36,8 @@ def _make_device(path: Path) -> None:
 def _make_socket(path: Path) -> None:
     here = os.getcwd()
     os.chdir(path.parent)  # a socket's path may have 107 bytes
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
     os.chdir(here)
 
 
@@ -52,7 +52,8 @@ def paths(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     for number in range(count):
         here = world.folder.with_name("paths") / str(number)
         here.mkdir(parents=True)
-        kind, name = rng.choice([*_SPECIAL]), _name(rng)
+        kind = rng.choice([*_SPECIAL])
+        name = _name(rng)
         _SPECIAL[kind](here / _NODE)
         (here / "link").symlink_to(here / _NODE)
         out = here / rng.choice((_NODE, _NODE, "link", f"new/{name}", name))
@@ -66,21 +67,25 @@ def paths(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 def _name(rng: Random) -> str:
     """A name of one part."""
-    return "".join(each for each in hostile(rng, 2) if each not in "/\x00=")[:60].strip(" .") or "name"
+    letters = [letter for letter in hostile(rng, 2) if letter not in "/\x00="]
+    return "".join(letters)[:60].strip(" .") or "name"
 
 
 def _command(world: World, scene: Scene, here: Path, out: Path) -> str:
-    before, around = _tree(here), _tree(world.folder)
-    given = [argument for argument in scene.arguments if not argument.startswith("out=")]
-    outcome = run(last_of_each_key([*given, f"out={out}"]), world.folder)
+    before = _tree(here)
+    world_before = _tree(world.folder)
+    arguments = [argument for argument in scene.arguments if not argument.startswith("out=")]
+    outcome = run(last_of_each_key([*arguments, f"out={out}"]), world.folder)
     assert not outcome.fault, f"{outcome.fault}: {outcome.errors[-500:]}"
     _check(here, out, before, outcome.code == 0, outcome.errors[-300:])
-    assert _tree(world.folder) == around, f"written to: {sorted(_tree(world.folder) ^ around)[:5]}"
+    changed = sorted(_tree(world.folder) ^ world_before)
+    assert not changed, f"written to: {changed[:5]}"
     return "right" if outcome.code == 0 else "one line"
 
 
 def _writer(write: Callable[[Path], object], here: Path, out: Path) -> str:
-    before, refusal = _tree(here), ""
+    before = _tree(here)
+    refusal = ""
     try:
         write(out)
     except (UserError, OSError) as error:  # the command line makes one line of both
@@ -89,28 +94,38 @@ def _writer(write: Callable[[Path], object], here: Path, out: Path) -> str:
     return "one line" if refusal else "right"
 
 
-def _check(here: Path, out: Path, before: set[str], is_done: bool, said: str) -> None:
-    now, inside = _tree(here), str(out.relative_to(here)).partition("/")[0]
-    assert before <= now, f"gone or changed: {sorted(before - now)}; {said}"
+def _check(here: Path, out: Path, before: set[str], is_done: bool, message: str) -> None:
+    now = _tree(here)
+    assert before <= now, f"gone or changed: {sorted(before - now)}; {message}"
     if out.name in (_NODE, "link"):
-        assert not is_done and now == before, f"accepted; new: {sorted(now - before)}; {said}"
+        assert not is_done, f"accepted; new: {sorted(now - before)}; {message}"
+        assert now == before, f"new: {sorted(now - before)}; {message}"
         return
-    beside = [each for each in now - before if each.partition(" ")[2].partition("/")[0] != inside]
-    assert not beside, f"beside out: {beside}; {said}"
+    top_of_out = out.relative_to(here).parts[0]
+    beside: list[str] = []
+    for entry in now - before:
+        _, _, path = entry.partition(" ")
+        if path.partition("/")[0] != top_of_out:
+            beside.append(entry)
+    assert not beside, f"beside out: {beside}; {message}"
     assert not is_done or out.exists(), "nothing was written"
-    left = [each for each in now if ".unfinished-" in each or each.endswith("/.lock")]
-    assert not left, f"left: {left}"
+    unfinished = [entry for entry in now if ".unfinished-" in entry or entry.endswith("/.lock")]
+    assert not unfinished, f"left: {unfinished}"
 
 
 def _tree(folder: Path) -> set[str]:
     """What lies in a folder, with its kind and number, so that a replaced node is another."""
-    found = [(path, path.lstat()) for path in folder.rglob("*")]
-    return {f"{stat.S_IFMT(each.st_mode)}:{each.st_ino} {path.relative_to(folder)}" for path, each in found}
+    entries: set[str] = set()
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        entries.add(f"{stat.S_IFMT(status.st_mode)}:{status.st_ino} {path.relative_to(folder)}")
+    return entries
 
 
 def _writers(world: World) -> dict[str, Callable[[Path], object]]:
     """Everything of the package that writes to a path that it is given."""
-    adapter, table = LookaheadAdapter.load(world.folder / "adapter"), Table("t", "c", [Column("a", "A")], [{"a": 1}])
+    adapter = LookaheadAdapter.load(world.folder / "adapter")
+    table = Table("t", "c", [Column("a", "A")], [{"a": 1}])
     with torch.no_grad():
         model = tiny_model()
         state = prefill(model, prompt_ids(20)[0])

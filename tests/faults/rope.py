@@ -49,31 +49,33 @@ def _as_transformers(case: dict[str, Any], rng: Random) -> str:
     plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
     expected = rope_model(**case).generate(ids, attention_mask=mask, **plain)[:, ids.shape[1] :]
     method = rng.choice((None, SnapKV(512, window=8)))
-    found = accepted(lambda: generate(rope_model(**case), ids, method, attention_mask=mask, **options))
-    assert torch.equal(found, expected), f"{lengths} {options} {method}: {found.tolist()} for {expected.tolist()}"
+    answer = accepted(lambda: generate(rope_model(**case), ids, method, attention_mask=mask, **options))
+    assert torch.equal(answer, expected), f"{lengths} {options} {method}: {answer.tolist()} for {expected.tolist()}"
     return "right"
 
 
 def _on_one_side(case: dict[str, Any], rng: Random) -> str:
     """Evicted texts on one side of LongRoPE's limit answer as a model without the other side's frequencies."""
-    kind, limit = rng.choice(("phi3", "longrope")), case["limit"]
-    beyond, options = rng.random() < 0.5, _options(rng)
-    lengths = (limit + 1, 2 * limit) if beyond else (14, limit - options["max_new_tokens"])
-    ids, _ = prompt_ids(rng.randint(*lengths), seed=rng.randrange(100))
+    kind = rng.choice(("phi3", "longrope"))
+    limit = case["limit"]
+    is_beyond = rng.random() < 0.5
+    options = _options(rng)
+    shortest, longest = (limit + 1, 2 * limit) if is_beyond else (14, limit - options["max_new_tokens"])
+    ids, _ = prompt_ids(rng.randint(shortest, longest), seed=rng.randrange(100))
     case_of_kind: dict[str, Any] = case | {"kind": kind}
     model = rope_model(**case_of_kind)
     one_sided = rope_model(**case_of_kind)
     rotary = one_sided.model.rotary_emb
-    side = "long_factor" if beyond else "short_factor"
+    side = "long_factor" if is_beyond else "short_factor"
     factors = dict.fromkeys(("long_factor", "short_factor"), rotary.config.rope_parameters[side])
     rotary.config.rope_parameters |= factors
     frequencies, _ = _frequencies(rotary.config)
     rotary.inv_freq.copy_(frequencies)
     rotary.original_inv_freq.copy_(frequencies)
     method = SnapKV(rng.randint(9, 40), window=8)
-    found = accepted(partial(generate, model, ids, method, **options))
+    answer = accepted(partial(generate, model, ids, method, **options))
     expected = accepted(partial(generate, one_sided, ids, method, **options))
-    assert torch.equal(found, expected), f"{kind} {ids.shape} {options} {method}: {found} for {expected}"
+    assert torch.equal(answer, expected), f"{kind} {ids.shape} {options} {method}: {answer} for {expected}"
     return "right"
 
 
@@ -89,12 +91,13 @@ def _beside_others(case: dict[str, Any], rng: Random) -> str:
     method = rng.choice((FullCache(), SnapKV(rng.randint(9, 40), window=8), DapQ(rng.randint(4, 40))))
     prompts = [prompt_ids(_near(rng, case["limit"]), seed=rng.randrange(100))[0] for _ in range(rng.randint(2, 4))]
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-    more = [rng.randint(1, 24) for _ in prompts]
-    alone = [
-        accepted(partial(generate, model, ids, method, max_new_tokens=tokens, **options))[0].tolist()
-        for ids, tokens in zip(prompts, more, strict=True)
-    ]
-    jobs = [Job(ids[0], max_new_tokens=tokens, **options) for ids, tokens in zip(prompts, more, strict=True)]
+    max_new_tokens = [rng.randint(1, 24) for _ in prompts]
+    expected: list[list[int]] = []
+    jobs: list[Job] = []
+    for ids, tokens in zip(prompts, max_new_tokens, strict=True):
+        answer = accepted(partial(generate, model, ids, method, max_new_tokens=tokens, **options))
+        expected.append(answer[0].tolist())
+        jobs.append(Job(ids[0], max_new_tokens=tokens, **options))
     engine = Engine(model, method)
     for job in jobs:
         accepted(partial(engine.submit, job))
@@ -102,23 +105,28 @@ def _beside_others(case: dict[str, Any], rng: Random) -> str:
             engine.step()
     while engine.step():
         pass
-    found = [job.tokens for job in jobs]
-    assert found == alone, f"{method} {[ids.shape[1] for ids in prompts]} {more}: {found} for {alone}"
+    answers = [job.tokens for job in jobs]
+    lengths = [ids.shape[1] for ids in prompts]
+    assert answers == expected, f"{method} {lengths} {max_new_tokens}: {answers} for {expected}"
     return "right"
 
 
 def _in_turns(case: dict[str, Any], rng: Random) -> str:
     """Turns over a full cache answer as transformers does with the cache of the turns before."""
-    model, fresh, options = rope_model(**case), rope_model(**case), _options(rng)
+    conversation = Conversation(rope_model(**case), FullCache())
+    reference_model = rope_model(**case)
+    options = _options(rng)
     plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
-    talk, past, ids = Conversation(model, FullCache()), None, torch.empty(1, 0, dtype=torch.long)
-    for turn in range(rng.randint(2, 4)):
-        more, _ = prompt_ids(rng.randint(2, case["limit"] // 2 + 4), seed=rng.randrange(100))
-        ids = torch.cat([ids, more], dim=1)
-        whole = {"attention_mask": torch.ones_like(ids), "past_key_values": past}
-        output = fresh.generate(ids, return_dict_in_generate=True, **whole, **plain)
-        found = accepted(partial(talk.say, more, **options))
+    past = None
+    ids = torch.empty(1, 0, dtype=torch.long)
+    for number in range(rng.randint(2, 4)):
+        turn, _ = prompt_ids(rng.randint(2, case["limit"] // 2 + 4), seed=rng.randrange(100))
+        ids = torch.cat([ids, turn], dim=1)
+        so_far = {"attention_mask": torch.ones_like(ids), "past_key_values": past}
+        output = reference_model.generate(ids, return_dict_in_generate=True, **so_far, **plain)
+        answer = accepted(partial(conversation.say, turn, **options))
         expected = output.sequences[:, ids.shape[1] :]
-        assert torch.equal(found, expected), f"turn {turn} of {ids.shape[1]} {options}: {found} for {expected}"
-        ids, past = output.sequences, output.past_key_values
+        assert torch.equal(answer, expected), f"turn {number} of {ids.shape[1]} {options}: {answer} for {expected}"
+        ids = output.sequences
+        past = output.past_key_values
     return "right"

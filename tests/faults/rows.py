@@ -51,14 +51,15 @@ def _file(folder: Path, rng: Random) -> str:
     path = folder / "rows.jsonl"
     path.write_bytes(gzip.compress(content) if rng.random() < 0.2 else content)
     numbers = [number for number, (line, _) in enumerate(lines, start=1) if line]
-    found = accepted(lambda: list(LocalJsonl(str(path)).rows()))
-    assert len(found) == len(drawn), f"{len(found)} rows of {len(drawn)}"
-    for number, (line, expected), own in zip(numbers, drawn, found, strict=True):
+    rows_read = accepted(lambda: list(LocalJsonl(str(path)).rows()))
+    assert len(rows_read) == len(drawn), f"{len(rows_read)} rows of {len(drawn)}"
+    for number, (line, expected), row in zip(numbers, drawn, rows_read, strict=True):
         if expected is None:
-            assert isinstance(own, BadRow), f"{line[:200]!r} was read as {own}"
-            assert str(number) in str(own) and len(str(own).splitlines()) == 1, f"{line[:200]!r}: {own!r}"
+            assert isinstance(row, BadRow), f"{line[:200]!r} was read as {row}"
+            assert str(number) in str(row), f"{line[:200]!r}: {row!r}"
+            assert len(str(row).splitlines()) == 1, f"{line[:200]!r}: {row!r}"
         else:
-            assert own == expected, f"{line[:200]!r} was read as {own!r}"
+            assert row == expected, f"{line[:200]!r} was read as {row!r}"
     return "right"
 
 
@@ -66,10 +67,16 @@ def _row(rng: Random) -> tuple[str, Prompt | None]:
     """A line, and the prompt that it holds; None where it holds none."""
     if rng.random() < 0.15:
         return rng.choice(_NO_JSON), None
-    row: dict[str, Any] = {"other": [hostile(rng), {"a": None}], "id": rng.randrange(9)} if rng.random() < 0.3 else {}
-    source, response = rng.choice(("rows", hostile(rng))), rng.choice((None, hostile(rng)))
-    row |= {"source": source} if source != "rows" else {}
-    row |= {"response": response} if response is not None else {}
+    row: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        row["other"] = [hostile(rng), {"a": None}]
+        row["id"] = rng.randrange(9)
+    source = rng.choice(("rows", hostile(rng)))
+    if source != "rows":
+        row["source"] = source
+    response = rng.choice((None, hostile(rng)))
+    if response is not None:
+        row["response"] = response
     is_bad = rng.random() < 0.3
     if rng.random() < 0.5:
         text = hostile(rng)
@@ -80,68 +87,96 @@ def _row(rng: Random) -> tuple[str, Prompt | None]:
         row["messages"], turns = _turns(rng, is_bad)
         is_bad = is_bad or turns[-1]["role"] != "user"
     if rng.random() < 0.1:
-        row["response"], is_bad = rng.choice((7, ["a"], {}, True)), True
+        row["response"] = rng.choice((7, ["a"], {}, True))
+        is_bad = True
     expected = None if is_bad else Prompt(source, tuple(turns), response)
     return json.dumps(row, ensure_ascii=rng.random() < 0.5), expected
 
 
 def _turns(rng: Random, is_bad: bool) -> tuple[Any, Turns]:
     """Turns in one of the forms that data sets have them in, and as the product should read them."""
-    given: list[Any] = []
-    read: Turns = []
-    for place in range(count := rng.randint(1, 4)):
-        role = rng.choice(_ROLES) if place + 1 < count else rng.choice(("user", "user", "human", "assistant"))
+    stored: list[Any] = []
+    expected: Turns = []
+    count = rng.randint(1, 4)
+    for index in range(count):
+        is_last = index + 1 == count
+        role = rng.choice(("user", "user", "human", "assistant")) if is_last else rng.choice(_ROLES)
         text = hostile(rng)
         parts = [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]
         forms = {"role": role, "content": text}, {"from": role, "value": text}, {"role": role, "content": parts}
-        given.append(rng.choice(forms))
-        read.append({"role": _PLAIN.get(role, role), "content": text})
+        stored.append(rng.choice(forms))
+        expected.append({"role": _PLAIN.get(role, role), "content": text})
     if is_bad and rng.random() < 0.5:
-        return rng.choice(_NO_TURNS), read
+        return rng.choice(_NO_TURNS), expected
     if is_bad:
-        given[rng.randrange(count)] = rng.choice(_NO_TURN)
-    return given, read
+        bad_turn = rng.choice(_NO_TURN)
+        stored[rng.randrange(count)] = bad_turn
+    return stored, expected
 
 
 def _column(folder: Path, rng: Random) -> str:
     """A data set's column; assistant turns at its end are dropped."""
     if rng.random() < 0.5:
         value: Any = rng.choice((hostile(rng), None, 7, b"x", [7]))
-        found = HubDataset("x", "mit", prompt="column").row_prompt({"column": value})
-        assert isinstance(value, str), f"{value!r} was read as {found}"
-        assert (found.messages[0]["content"] if found else "") == (value if value.strip() else ""), repr(value)
+        prompt = HubDataset("x", "mit", prompt="column").row_prompt({"column": value})
+        assert isinstance(value, str), f"{value!r} was read as {prompt}"
+        text = prompt.messages[0]["content"] if prompt else ""
+        assert text == (value if value.strip() else ""), repr(value)
         return "right"
-    given, read = _turns(rng, is_bad := rng.random() < 0.3)
+    is_bad = rng.random() < 0.3
+    stored, turns = _turns(rng, is_bad)
     source = HubDataset("x", "mit", messages="column")
-    while read and read[-1]["role"] == "assistant":
-        read.pop()
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
     if is_bad:
-        found = source.row_prompt({"column": given})
-        assert found is None or len(found.messages) < len(given), f"{given} was read as {found}"
+        prompt = source.row_prompt({"column": stored})
+        assert prompt is None or len(prompt.messages) < len(stored), f"{stored} was read as {prompt}"
         return "right"
-    found = accepted(lambda: source.row_prompt({"column": given}))
-    wanted = tuple(read) if read and read[-1]["role"] == "user" else None
-    assert (found.messages if found else None) == wanted, f"{given} was read as {found}"
+    prompt = accepted(lambda: source.row_prompt({"column": stored}))
+    messages = prompt.messages if prompt else None
+    expected = tuple(turns) if turns and turns[-1]["role"] == "user" else None
+    assert messages == expected, f"{stored} was read as {prompt}"
     return "right"
 
 
 def _mixture(folder: Path, rng: Random) -> str:
     """A mixture's file: what is too large, too deep or no YAML is refused at once."""
-    path, began = folder / "mixture.yaml", monotonic()
+    path = folder / "mixture.yaml"
+    began = monotonic()
     if rng.random() < 0.3:
-        kind = "".join(each for each in hostile(rng) if each.isprintable()).replace("${", "$")
+        kind = "".join(filter(str.isprintable, hostile(rng))).replace("${", "$")
         text = f"min_tokens: 80\nsources: [{{kind: {json.dumps(kind, ensure_ascii=False)}}}]\n"
         path.write_text(text, encoding=rng.choice(("utf-8", "utf-8-sig", "utf-16")))
-        found = accepted(lambda: read_mixture(str(path)))
-        assert found == {"min_tokens": 80, "sources": [{"kind": kind}]}, f"{text!r} was read as {found}"
+        mixture = accepted(lambda: read_mixture(str(path)))
+        assert mixture == {"min_tokens": 80, "sources": [{"kind": kind}]}, f"{text!r} was read as {mixture}"
         return "right"
-    levels, nine = range(1, rng.randint(8, 40)), [", ".join([f"*a{level}"] * 9) for level in range(40)]
-    bomb = ["a0: &a0 [x, x]", *(f"a{level}: &a{level} [{nine[level - 1]}]" for level in levels)]
-    merged = ["a0: &a0 {x: 1}", *(f"a{level}: &a{level}\n  <<: [{nine[level - 1]}]" for level in levels)]
-    bad = (*map("\n".join, (bomb, merged)), "[" * 90_000, "a: &a [*a]", "sources: [{", "a: 1\n" * 300_000, "\x00", "[]")
-    path.write_text(text := rng.choice(bad), encoding="utf-8")
+    levels = rng.randint(8, 40)
+    deep = "[" * 90_000
+    large = "a: 1\n" * 300_000
+    bad = (_bomb(levels), _bomb_of_merges(levels), deep, "a: &a [*a]", "sources: [{", large, "\x00", "[]")
+    text = rng.choice(bad)
+    path.write_text(text, encoding="utf-8")
     try:
-        found = read_mixture(str(path))
+        mixture = read_mixture(str(path))
     finally:
         assert monotonic() - began < 10, "it took long"
-    raise AssertionError(f"{text[:200]!r} was read as {str(found)[:200]}")
+    raise AssertionError(f"{text[:200]!r} was read as {str(mixture)[:200]}")
+
+
+def _bomb(levels: int) -> str:
+    """YAML whose every level holds the one below nine times."""
+    lines = ["a0: &a0 [x, x]"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} [{_nine_times(level - 1)}]")
+    return "\n".join(lines)
+
+
+def _bomb_of_merges(levels: int) -> str:
+    lines = ["a0: &a0 {x: 1}"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level}\n  <<: [{_nine_times(level - 1)}]")
+    return "\n".join(lines)
+
+
+def _nine_times(level: int) -> str:
+    return ", ".join([f"*a{level}"] * 9)

@@ -19,7 +19,9 @@ from keepsight.models.targets import Target, load_target
 from tests.faults.texts import Verdict, hostile, judged
 from tests.faults.world import World
 
-_KEY, _TRIES, _IDS = "KEEPSIGHT_FAULTS_KEY", 4, [30, 31, 32]
+_KEY = "KEEPSIGHT_FAULTS_KEY"
+_TRIES = 4
+_IDS = [30, 31, 32]
 _WRONG: dict[str, list[Any]] = {
     "text": [None, 7, ["a"], {}],
     "token_ids": [[7.9], [True], "789", [-1], [2**40], [None], {}],
@@ -40,25 +42,30 @@ def servers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     target = load_target(str(world.folder / "tiny"), device="cpu")
     with patch.object(endpoint, "FIRST_WAIT", 0.0), patch("openai._base_client.INITIAL_RETRY_DELAY", 0.0):
         for _ in range(count):
-            names, number, seed = [rng.choice([*_REPLIES]) for _ in range(_TRIES)], rng.getrandbits(64), rng.random()
+            names = [rng.choice([*_REPLIES]) for _ in range(_TRIES)]
+            number = rng.getrandbits(64)
+            seed = rng.random()
             key = rng.choice(("", f"sk-{number}", f"k-{number}\n"))
             yield judged((names, key), partial(_ask, target, names, key, Random(seed)))
 
 
 def _ask(target: Target, names: list[str], key: str, rng: Random) -> str:
-    replies, secret = [_REPLIES[name](rng, key.strip()) for name in names], key.strip()
-    ends = next((name for name in names if name in ("right", *_FINAL)), "")
+    secret = key.strip()
+    replies = [_REPLIES[name](rng, secret) for name in names]
+    last_reply = next((name for name in names if name in ("right", *_FINAL)), "")
     with _serving(replies) as url, patch.dict(os.environ, {_KEY: key}):
         server = Server(target, ServerSettings(url, "tiny", key=_KEY, tries=_TRIES))
         try:
             ((_, answer),) = next(server([Rendered(0, "x", [5, 6, 7], None)], Decoding(8)))
-            said = str(answer) if isinstance(answer, BadRow) else ""
+            message = str(answer) if isinstance(answer, BadRow) else ""
         except UserError as error:
-            answer, said = None, str(error)
-    assert not secret or secret not in said, f"the key is shown: {said}"
-    assert len(said.splitlines()) <= 1 and len(said) < 2000, f"not one line: {said}"
-    if ends == "right":
-        assert answer == _IDS, f"{answer} instead of {_IDS}; {said}"
+            answer = None
+            message = str(error)
+    assert not secret or secret not in message, f"the key is shown: {message}"
+    assert len(message.splitlines()) <= 1, f"not one line: {message}"
+    assert len(message) < 2000, f"a long line: {message}"
+    if last_reply == "right":
+        assert answer == _IDS, f"{answer} instead of {_IDS}; {message}"
         return "right"
     assert answer is None or isinstance(answer, BadRow), f"{answer} of no right reply"
     return "one line"
@@ -67,14 +74,16 @@ def _ask(target: Target, names: list[str], key: str, rng: Random) -> str:
 @contextmanager
 def _serving(replies: list[bytes]) -> Iterator[str]:
     """A server that gives each request the next reply, dripping, and the last one to all further requests."""
-    listener, left, lock = socket.create_server(("127.0.0.1", 0)), [*replies], threading.Lock()
+    listener = socket.create_server(("127.0.0.1", 0))
+    remaining = [*replies]
+    lock = threading.Lock()
 
     def reply(connection: socket.socket) -> None:
         with connection, suppress(OSError):
             if not _is_request(connection):
                 return
             with lock:
-                data = left.pop(0) if len(left) > 1 else left[0]
+                data = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             step = max(99, len(data) // 3)
             for start in range(0, len(data), step):
                 connection.sendall(data[start : start + step])
@@ -93,13 +102,15 @@ def _serving(replies: list[bytes]) -> Iterator[str]:
 
 
 def _is_request(connection: socket.socket) -> bool:
-    """Whether a whole request comes; a connection that is closed before may lose the reply."""
+    """Whether a complete request comes; a connection that is closed before may lose the reply."""
     request = b""
     while received := connection.recv(65536):
         request += received
-        head, found, body = request.partition(b"\r\n\r\n")
-        if found and len(body) >= int(head.lower().partition(b"content-length:")[2].split()[0]):
-            return True
+        head, end_of_head, body = request.partition(b"\r\n\r\n")
+        if end_of_head:
+            _, _, after_name = head.lower().partition(b"content-length:")
+            if len(body) >= int(after_name.split()[0]):
+                return True
     return False
 
 

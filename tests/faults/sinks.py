@@ -36,13 +36,17 @@ def sinks(world: World, rng: Random, count: int) -> Iterator[Verdict]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         kind = rng.choice((_csv, _json, _tables, _tables, _card, _card))
-        kind, seed = _pages if rng.random() < _PAGES_IN else kind, rng.random()
+        if rng.random() < _PAGES_IN:
+            kind = _pages
+        seed = rng.random()
         yield judged((kind.__name__, seed), partial(kind, world, folder, Random(seed)))
 
 
 def _csv(world: World, folder: Path, rng: Random) -> str:
-    values: list[Any] = [rng.choice((hostile(rng), rng.randrange(-9, 9), -1.5, None, "-1.5", "+2e3")) for _ in range(6)]
-    names = [f"c{place}" for place in range(len(values))]
+    values: list[Any] = []
+    for _ in range(6):
+        values.append(rng.choice((hostile(rng), rng.randrange(-9, 9), -1.5, None, "-1.5", "+2e3")))
+    names = [f"c{index}" for index in range(len(values))]
     write_csv(folder / "a.csv", names, [dict(zip(names, values, strict=True))])
     with (folder / "a.csv").open(newline="", encoding="utf-8") as stream:
         header, cells = csv.reader(stream)
@@ -70,42 +74,57 @@ def _json(world: World, folder: Path, rng: Random) -> str:
 def _rows(rng: Random | None) -> list[ResultRow]:
     """Two methods on two samples of one task; hostile where there is a `rng`."""
     texts = [hostile(rng) if rng else "plain" for _ in range(8)]
-    made = []
-    for place in range(2):
-        shared: dict[str, Any] = {"task": texts[0], "sample": f"{texts[1]}{place}", "asks": texts[2]}
-        shared |= {"references": [texts[3]], "date": texts[4]}
-        made.append(row("full", None, 1.0, answer=texts[5], **shared))
-        made.append(row(texts[6] if rng else "plain", 64, 0.5, answer=texts[7], **shared))
-    return made
+    task, sample, question, reference, date, full_answer, method, answer = texts
+    rows: list[ResultRow] = []
+    for number in range(2):
+        shared: dict[str, Any] = {
+            "task": task,
+            "sample": f"{sample}{number}",
+            "asks": question,
+            "references": [reference],
+            "date": date,
+        }
+        rows.append(row("full", None, 1.0, answer=full_answer, **shared))
+        rows.append(row(method, 64, 0.5, answer=answer, **shared))
+    return rows
 
 
 def _tables(world: World, folder: Path, rng: Random) -> str:
-    made, plain = _rows(rng), _rows(None)
-    _same_lines(summary_table(summarize(made)), summary_table(summarize(plain)))
-    both = (tables_of(rows, summarize(rows)) for rows in (made, plain))
-    for own, other in zip(*both, strict=True):
-        _same_lines(own.markdown(), other.markdown())
-        _same_lines(own.latex(), other.latex())
-        for text, separator in ((own.markdown(), r"\|"), (own.latex(), "&")):
+    hostile_rows = _rows(rng)
+    plain_rows = _rows(None)
+    _same_lines(summary_table(summarize(hostile_rows)), summary_table(summarize(plain_rows)))
+    tables = tables_of(hostile_rows, summarize(hostile_rows))
+    plain_tables = tables_of(plain_rows, summarize(plain_rows))
+    for table, plain_table in zip(tables, plain_tables, strict=True):
+        _same_lines(table.markdown(), plain_table.markdown())
+        _same_lines(table.latex(), plain_table.latex())
+        for text, separator in ((table.markdown(), r"\|"), (table.latex(), "&")):
             lines = [line for line in text.splitlines() if line.startswith("|") or line.rstrip().endswith(r"\\")]
-            counts = {len(re.findall(rf"(?<!\\)(?:\\\\)*{separator}", line)) for line in lines}
+            counts = {_separators(line, separator) for line in lines}
             assert len(counts) <= 1, f"columns differ: {text}"
-        own.save(folder)
-        with (folder / f"{own.name}.csv").open(newline="", encoding="utf-8") as stream:
-            cells = [cell for line in csv.reader(stream) for cell in line]
-        assert all(map(_is_no_formula, cells)), f"a formula in {cells}"
+        table.save(folder)
+        with (folder / f"{table.name}.csv").open(newline="", encoding="utf-8") as stream:
+            for cells in csv.reader(stream):
+                assert all(map(_is_no_formula, cells)), f"a formula in {cells}"
     return "right"
 
 
+def _separators(line: str, separator: str) -> int:
+    """How often a separator, a regular expression, stands in a line without being escaped."""
+    return len(re.findall(rf"(?<!\\)(?:\\\\)*{separator}", line))
+
+
 def _same_lines(text: str, plain: str) -> None:
-    assert all(each.isprintable() for line in text.split("\n") for each in line), f"a control character: {text!r}"
+    assert all(map(str.isprintable, text.split("\n"))), f"a control character: {text!r}"
     assert len(text.splitlines()) == len(plain.splitlines()), f"other lines: {text}"
 
 
 def _card(world: World, folder: Path, rng: Random) -> str:
     """Metadata that are read back, the headings, code and table rows of a plain card."""
-    artifact = _ARTIFACTS.setdefault(name := rng.choice(("adapter", "head", "retrieval")), None)
-    artifact = _ARTIFACTS[name] = artifact or kind_of(world.folder / name).load(world.folder / name)
+    name = rng.choice(("adapter", "head", "retrieval"))
+    if name not in _ARTIFACTS:
+        _ARTIFACTS[name] = kind_of(world.folder / name).load(world.folder / name)
+    artifact = _ARTIFACTS[name]
     texts = [hostile(rng) for _ in range(8)]
     identity = Identity(texts[1], texts[2], None, texts[3])
     origin = Provenance(f"ada/x{texts[0]}", identity, {texts[4]: [texts[5]]}, texts[6])
@@ -113,13 +132,14 @@ def _card(world: World, folder: Path, rng: Random) -> str:
     plain = artifact.card(
         CardBasics("Of", Provenance("ada/x", Identity("v", "t", None, "d"), {"a": "b"}, "0"), {"a": 3})
     )
-    body, expected = (ModelCard(each).text for each in (card, plain))
-    _same_lines(body, expected)
-    for line, other in zip(body.splitlines(), expected.splitlines(), strict=True):
-        assert (line[:1] == "#", line[:3] == "```") == (other[:1] == "#", other[:3] == "```"), f"another line: {line!r}"
+    body = ModelCard(card).text
+    plain_body = ModelCard(plain).text
+    _same_lines(body, plain_body)
+    for line, plain_line in zip(body.splitlines(), plain_body.splitlines(), strict=True):
+        assert line.startswith("#") == plain_line.startswith("#"), f"another line: {line!r}"
+        assert line.startswith("```") == plain_line.startswith("```"), f"another line: {line!r}"
         if line.startswith("|"):
-            bars = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", each)) for each in (line, other)]
-            assert bars[0] == bars[1], f"columns differ: {line!r}"
+            assert _separators(line, r"\|") == _separators(plain_line, r"\|"), f"columns differ: {line!r}"
     assert ModelCard(card).data.get("tags") == ModelCard(plain).data.get("tags")
     return "right"
 
@@ -128,29 +148,36 @@ _ARTIFACTS: dict[str, Any] = {}
 
 
 def _pages(world: World, folder: Path, rng: Random) -> str:
-    """A whole report and a comparison: the tags of plain ones, and nothing beside the folder."""
-    tags = []
-    for name, made in (("hostile", _rows(rng)), ("plain", _rows(None))):
-        settings = {hostile(rng): hostile(rng)} if name == "hostile" else {"a": "b"}
-        run, out = Run(folder / name, made, {"command": "x", **settings}), folder / name
-        write_outputs([run], out)
-        write_comparison([run, Run(folder / f"{name} too", made, settings)], out / "compared")
-        pages = sorted(out.rglob("*.html"))
-        assert len(pages) >= 2
-        tags.append(Counter(tag for page in pages for tag in _tags(page)))
-    assert {*map(str, folder.iterdir())} <= {str(folder / name) for name in ("hostile", "plain")}
+    """A report and a comparison: the tags of plain ones, and nothing beside the folder."""
+    tags = _tags_of_pages(folder / "hostile", _rows(rng), {hostile(rng): hostile(rng)})
+    plain_tags = _tags_of_pages(folder / "plain", _rows(None), {"a": "b"})
+    assert set(folder.iterdir()) <= {folder / "hostile", folder / "plain"}
     for tag in ("script", "img", "iframe", "td", "table", "a"):
-        assert tags[0][tag] == tags[1][tag], f"{tags[0][tag]} {tag} instead of {tags[1][tag]}"
+        assert tags[tag] == plain_tags[tag], f"{tags[tag]} {tag} instead of {plain_tags[tag]}"
     return "right"
 
 
+def _tags_of_pages(out: Path, rows: list[ResultRow], settings: dict[str, str]) -> Counter[str]:
+    """Write a report and a comparison, and count the tags of all pages."""
+    run = Run(out, rows, {"command": "x", **settings})
+    other_run = Run(out.with_name(f"{out.name} too"), rows, settings)
+    write_outputs([run], out)
+    write_comparison([run, other_run], out / "compared")
+    pages = sorted(out.rglob("*.html"))
+    assert len(pages) >= 2
+    tags = Counter[str]()
+    for page in pages:
+        tags.update(_tags(page))
+    return tags
+
+
 def _tags(page: Path) -> list[str]:
-    found = []
+    tags: list[str] = []
 
     class Parser(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             assert not [name for name, _ in attrs if name.startswith("on")], f"{tag} {attrs}"
-            found.append(tag)
+            tags.append(tag)
 
     Parser().feed(page.read_text(encoding="utf-8"))
-    return found
+    return tags

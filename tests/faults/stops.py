@@ -52,23 +52,25 @@ class _Speaker:
     def __init__(self, tokenizer: Any) -> None:
         from keepsight.eval.harness import HarnessModel
 
-        self.tokenizer, end = tokenizer, int(tokenizer.eos_token_id)
-        self.special = {
-            mark: name
-            for mark, name in zip(_MARKS, tokenizer.all_special_tokens, strict=False)
-            if name not in (tokenizer.eos_token, tokenizer.unk_token)
-        }
+        self.tokenizer = tokenizer
+        self.special: dict[str, str] = {}
+        for mark, name in zip(_MARKS, tokenizer.all_special_tokens, strict=False):
+            if name not in (tokenizer.eos_token, tokenizer.unk_token):
+                self.special[mark] = name
         torch.manual_seed(0)
         self.model = tiny_model(vocab_size=len(tokenizer) + 8, max_position_embeddings=4096, pad_token_id=0)
-        self.model.generation_config.eos_token_id = end
+        self.model.generation_config.eos_token_id = int(tokenizer.eos_token_id)
         self.head: ScriptedHead = scripted(self.model)
         self.target = Target(self.model, tokenizer, "tiny", "1")
         self.engine = Engine(self.model, SnapKV(40, window=8), rows=2)
         self.app = Service(self.engine, self.target, name="tiny", key=None, answer_tokens=500, max_bytes=2**16).app()
         self.harness: Any = HarnessModel.__new__(HarnessModel)
         super(HarnessModel, self.harness).__init__()
-        self.harness.target, self.harness.model, self.harness.tokenizer = self.target, self.model, tokenizer
-        self.harness.method, self.harness.max_length = SnapKV(40, window=8), 4096
+        self.harness.target = self.target
+        self.harness.model = self.model
+        self.harness.tokenizer = tokenizer
+        self.harness.method = SnapKV(40, window=8)
+        self.harness.max_length = 4096
         self.harness._device = self.model.device
 
     def ids(self, text: str) -> list[int]:
@@ -83,7 +85,9 @@ def stops(world: World, rng: Random, count: int) -> Iterator[Verdict]:
         for speaker in speakers.values():
             running.enter_context(speaker.engine)
         for _ in range(count):
-            kind, way, seed = rng.choice([*speakers]), rng.choice(ways), rng.random()
+            kind = rng.choice([*speakers])
+            way = rng.choice(ways)
+            seed = rng.random()
             yield judged((way.__name__, kind, seed), partial(_trial, speakers[kind], way, Random(seed)))
 
 
@@ -91,11 +95,11 @@ def _trial(speaker: _Speaker, way: Any, rng: Random) -> str:
     pieces = _pieces(speaker, rng)
     marked = "".join(text for text, _ in pieces)
     tokens = [token for _, ids in pieces for token in ids]
-    wanted = _stops(marked, rng)
-    named = ["".join(speaker.special.get(letter, letter) for letter in stop) for stop in wanted]
-    text = accepted(lambda: way(speaker, tokens, named, rng))
-    possible = _possible(marked, wanted)
-    assert text in possible, f"{text!a}, not one of {possible!a}, of {marked!a} with {wanted!a}, tokens {tokens}"
+    marked_stops = _stops(marked, rng)
+    stop_texts = ["".join(speaker.special.get(letter, letter) for letter in stop) for stop in marked_stops]
+    text = accepted(lambda: way(speaker, tokens, stop_texts, rng))
+    possible = _possible(marked, marked_stops)
+    assert text in possible, f"{text!a}, not one of {possible!a}, of {marked!a} with {marked_stops!a}, tokens {tokens}"
     return "right"
 
 
@@ -118,10 +122,10 @@ def _pieces(speaker: _Speaker, rng: Random) -> list[Piece]:
                 shown.add(token)
             shown.finish()
             pieces.append((shown.text[1:], ids))
-    for place, (text, ids) in enumerate(pieces):
+    for index, (text, ids) in enumerate(pieces):
         if text not in speaker.special:
             is_hidden = bytes_alone is not None and text.startswith(" ")
-            pieces[place] = (text[is_hidden:], ids)
+            pieces[index] = (text.removeprefix(" ") if is_hidden else text, ids)
             break
     return pieces
 

@@ -29,8 +29,9 @@ def judged(what: object, action: Callable[[], str]) -> Verdict:
     except AssertionError as error:
         return "wrong", f"{what}: {error}"
     except UserError as error:
-        said = str(error)
-        return ("one line" if len(said.splitlines()) == 1 else "not one line"), f"{what}: {said[:500]}"
+        message = str(error)
+        word = "one line" if len(message.splitlines()) == 1 else "not one line"
+        return word, f"{what}: {message[:500]}"
     except Exception as error:
         return "traceback", f"{what}: {error!r}"[:1000]
 

@@ -45,18 +45,23 @@ def threads(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
     def answer(job: Job) -> list[int]:
         number, name, budget, tokens, seed, way = job
-        model, ids = models[number], prompt_ids(tokens, seed=seed)[0]
+        model = models[number]
+        ids, _ = prompt_ids(tokens, seed=seed)
         options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None, "do_sample": False}
         if way == "plain":
             return list(model.generate(ids, **options)[0, tokens:].tolist())
         if way == "custom_generate":
-            made = model.generate(ids, custom_generate=method(number, name, budget), **options)
-            return list(made[0, tokens:].tolist())
+            sequences = model.generate(ids, custom_generate=method(number, name, budget), **options)
+            return list(sequences[0, tokens:].tolist())
         return list(generate(model, ids, method(number, name, budget), **options)[0].tolist())
 
     def trial(jobs: list[Job], run: Callable[[Any, list[Job]], list[list[int]]]) -> str:
-        expected, found = accepted(lambda: ([alone(job) for job in jobs], run(answer, jobs)))
-        differing = [job for job, own, other in zip(jobs, expected, found, strict=True) if own != other]
+        expected = accepted(lambda: [alone(job) for job in jobs])
+        answers = accepted(lambda: run(answer, jobs))
+        differing: list[Job] = []
+        for job, answer_alone, answer_together in zip(jobs, expected, answers, strict=True):
+            if answer_together != answer_alone:
+                differing.append(job)
         assert not differing, f"other answers of {differing}"
         return "right"
 
@@ -64,7 +69,8 @@ def threads(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     sys.setswitchinterval(1e-4)
     try:
         for _ in range(count):
-            jobs, run = [_job(rng) for _ in range(rng.randint(2, 8))], rng.choice((_in_threads, _in_tasks))
+            jobs = [_job(rng) for _ in range(rng.randint(2, 8))]
+            run = rng.choice((_in_threads, _in_tasks))
             yield judged((run.__name__, jobs), partial(trial, jobs, run))
     finally:
         sys.setswitchinterval(before)

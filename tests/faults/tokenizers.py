@@ -26,7 +26,9 @@ def tokenizers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """A tokenizer that is drawn, and a text, ids, a chat or a tool's history for it."""
     trials = (_texts, _ids, _chats, _tools)
     for _ in range(count):
-        kind, trial, seed = rng.choice([*_KINDS]), rng.choice(trials), rng.random()
+        kind = rng.choice([*_KINDS])
+        trial = rng.choice(trials)
+        seed = rng.random()
         yield judged((trial.__name__, kind, seed), partial(trial, _KINDS[kind](Random(seed)), Random(seed)))
 
 
@@ -40,29 +42,31 @@ def _another_vocabulary(rng: Random) -> Any:
     words = {"".join(rng.choice("abcxyz\u2581\u00e9\u65e5.,") for _ in range(rng.randint(1, 4))) for _ in range(30)}
     names = [*dict.fromkeys([*base.get_vocab(), *sorted(words), *"abcxyz"])]
     vocabulary = {name: token for token, name in enumerate(rng.sample(names, len(names)))}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=rng.random() < 0.5))
-    steps = [normalizers.Prepend("\u2581")] if rng.random() < 0.5 else []
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
-    ends = [decoders.Strip(" ", 1, 0)] if steps else []
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
-    return _finished(made, ["<s>", "</s>", "<unk>"], rng)
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=rng.random() < 0.5))
+    prepend = [normalizers.Prepend("\u2581")] if rng.random() < 0.5 else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Strip(" ", 1, 0)] if prepend else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return _finished(backend, ["<s>", "</s>", "<unk>"], rng)
 
 
 def _unigram(rng: Random) -> Any:
     """Words by their likelihood, without bytes: other letters are unknown."""
     words = [("<unk>", 0.0), *((letter, -2.0 - rng.random()) for letter in "\u2581abcdefghinostuxy.\u00e9")]
-    made = Tokenizer(models.Unigram([*words, ("\u2581the", -1.0), ("ing", -1.5)], 0, False))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=rng.choice(["always", "first", "never"]))
-    made.decoder = decoders.Metaspace(prepend_scheme=rng.choice(["always", "first", "never"]))
-    return _finished(made, ["<s>", "</s>", "<pad>"], rng)
+    backend = Tokenizer(models.Unigram([*words, ("\u2581the", -1.0), ("ing", -1.5)], 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=rng.choice(["always", "first", "never"]))
+    backend.decoder = decoders.Metaspace(prepend_scheme=rng.choice(["always", "first", "never"]))
+    return _finished(backend, ["<s>", "</s>", "<pad>"], rng)
 
 
-def _finished(made: Tokenizer, special: list[str], rng: Random) -> Any:
+def _finished(backend: Tokenizer, special: list[str], rng: Random) -> Any:
     roles = ["<|user|>", "<|assistant|>", "<|tool|>"]
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     options: dict[str, Any] = {"additional_special_tokens": roles[: rng.randrange(4)]}
     template = rng.choice([TEMPLATE, TOOL_TEMPLATE])
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **named, **options)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special_tokens, **options)
 
 
 _KINDS: dict[str, Callable[[Random], Any]] = {
@@ -74,13 +78,15 @@ _KINDS: dict[str, Callable[[Random], Any]] = {
 
 def _streamed(tokenizer: Any, ids: list[int]) -> str:
     """The text of an answer; its stream must be the same."""
-    answer, sent = AnswerText(tokenizer), ""
+    answer = AnswerText(tokenizer)
+    sent = ""
     for token in ids:
         answer.add(token)
         assert answer.text.startswith(sent)
         sent = answer.text[: answer.settled]
     answer.finish()
-    assert answer.text.startswith(sent) and answer.text == answer_text(tokenizer, ids)
+    assert answer.text.startswith(sent)
+    assert answer.text == answer_text(tokenizer, ids)
     return answer.text
 
 
@@ -88,24 +94,25 @@ def _texts(tokenizer: Any, rng: Random) -> str:
     text = hostile(rng, 6)
     ids = accepted(lambda: encode(tokenizer, [text], special=rng.random() < 0.5))[0]
     expected = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    found = _streamed(tokenizer, ids)
-    assert found == expected, f"{found!a} of {text!a}, and the tokenizer says {expected!a}"
+    streamed = _streamed(tokenizer, ids)
+    assert streamed == expected, f"{streamed!a} of {text!a}, and the tokenizer says {expected!a}"
     return "right"
 
 
 def _ids(tokenizer: Any, rng: Random) -> str:
     ids = [rng.randrange(len(tokenizer) + 9) for _ in range(rng.randint(0, 40))]
-    found = _streamed(tokenizer, ids)
-    known = [token for token in ids if token < len(tokenizer)]
-    expected = str(tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    streamed = _streamed(tokenizer, ids)
+    in_vocabulary = [token for token in ids if token < len(tokenizer)]
+    expected = str(tokenizer.decode(in_vocabulary, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     # The decoder of byte fallback replaces each byte of a run in which one is broken, whole characters too.
     has_bytes = "<0x00>" in tokenizer.get_vocab()
+    difference = f"{streamed!a} of {ids}, and the tokenizer says {expected!a}"
     if _REPLACEMENT not in expected or not has_bytes:
-        assert found == expected, f"{found!a} of {ids}, and the tokenizer says {expected!a}"
+        assert streamed == expected, difference
     else:
-        others = [part for part in expected.split(_REPLACEMENT) if part]
-        assert all(part in found for part in others), f"{found!a} of {ids}, and the tokenizer says {expected!a}"
-        assert _REPLACEMENT in found
+        for text in expected.split(_REPLACEMENT):
+            assert text in streamed, difference
+        assert _REPLACEMENT in streamed
     return "right"
 
 
@@ -116,37 +123,44 @@ def _chats(tokenizer: Any, rng: Random) -> str:
     rendered = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True)
     expected = list(rendered["input_ids"])
     assert has_chat_template(tokenizer)
-    found = [*encode(tokenizer, [accepted(lambda: chat_text(tokenizer, turns))], special=False)]
-    asked = ChatRequest.model_validate({"model": "a", "messages": turns}).messages
-    found += encode(tokenizer, [accepted(lambda: prompt_of(asked, tokenizer))], special=False)
+    text = accepted(lambda: chat_text(tokenizer, turns))
+    messages = ChatRequest.model_validate({"model": "a", "messages": turns}).messages
+    served_text = accepted(lambda: prompt_of(messages, tokenizer))
+    prompts = [
+        *encode(tokenizer, [text], special=False),
+        *encode(tokenizer, [served_text], special=False),
+    ]
     if len(turns) == 1:
-        made = accepted(lambda: render_prompt(0, Prompt("a", tuple(turns)), tokenizer))
+        rendered_prompt = accepted(lambda: render_prompt(0, Prompt("a", tuple(turns)), tokenizer))
+        prompts.append(rendered_prompt.ids)
         sample = Sample("0", "a", 0, turns[0]["content"], (), "exact", 1)
-        found += [made.ids, accepted(lambda: render(sample, tokenizer)).prompt_ids.tolist()]
-    assert all(ids == expected for ids in found), f"{found}, not {expected}, of {turns!a}"
+        prompts.append(accepted(lambda: render(sample, tokenizer)).prompt_ids.tolist())
+    for ids in prompts:
+        assert ids == expected, f"{prompts}, not {expected}, of {turns!a}"
     return "right"
 
 
 def _tools(tokenizer: Any, rng: Random) -> str:
     """Each name of a call and each result is in the prompt, or the request is refused."""
     calls = [f"tool_{rng.randrange(100)}" for _ in range(rng.randint(1, 3))]
-    function = [{"name": name, "arguments": rng.choice(["", "{}", '{"a": [1]}'])} for name in calls]
+    functions = [{"name": name, "arguments": rng.choice(["", "{}", '{"a": [1]}'])} for name in calls]
     result = f"result {rng.randrange(1000)}"
     messages: list[Any] = [
         {"role": "user", "content": rng.choice([*calls, result, hostile(rng)])},
         {"role": "assistant", "content": rng.choice(["", None, hostile(rng)]), "tool_calls": []},
         {"role": "tool", "tool_call_id": "x", "content": result},
     ]
-    messages[1]["tool_calls"] = [{"id": "x", "type": "function", "function": each} for each in function]
+    messages[1]["tool_calls"] = [{"id": "x", "type": "function", "function": function} for function in functions]
     messages = messages[: rng.choice([2, 3])]
-    asked = ChatRequest.model_validate({"model": "a", "messages": messages}).messages
+    request = ChatRequest.model_validate({"model": "a", "messages": messages})
     try:
-        prompt = prompt_of(asked, tokenizer)
+        prompt = prompt_of(request.messages, tokenizer)
     except UserError as error:
         assert tokenizer.chat_template and "tojson" not in tokenizer.chat_template, f"refused: {error}"
         assert "lost" in str(error), str(error)
         return "one line"
-    said = prompt.partition(str(messages[0]["content"]))[2]
-    assert all(name in said for name in calls), f"{prompt!a} lacks one of {calls}"
-    assert len(messages) == 2 or result in said, f"{prompt!a} lacks {result}"
+    _, _, after_question = prompt.partition(str(messages[0]["content"]))
+    for name in calls:
+        assert name in after_question, f"{prompt!a} lacks {name}"
+    assert len(messages) == 2 or result in after_question, f"{prompt!a} lacks {result}"
     return "right"

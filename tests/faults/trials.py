@@ -44,9 +44,10 @@ def kills(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """Kill commands at random points, several times before each may end; then the result must be the same."""
     done = 0
     while done < count:
-        scene, here = rng.choice(MAKERS), world.folder.with_name("killed")
+        scene = rng.choice(MAKERS)
+        here = world.folder.with_name("killed")
         world.copy(here, without=scene.out)
-        points = list[str]()
+        points: list[str] = []
         while len(points) < min(_KILLS_A_TRIAL, count - done):
             disturbance = _moment(world, scene, rng)
             outcome = Run(scene.arguments, here, scene.out, disturbance).wait()
@@ -55,10 +56,10 @@ def kills(world: World, rng: Random, count: int) -> Iterator[Verdict]:
             if not outcome.was_killed:
                 break
             points.append(str(disturbance))
-        verdict = _end(run(scene.arguments, here), here, scene, world)
+        word, description = _end(run(scene.arguments, here), here, scene, world)
         done += len(points)
         for point in points:
-            yield verdict[0], f"{scene.name}, {point} of {points}: {verdict[1]}"
+            yield word, f"{scene.name}, {point} of {points}: {description}"
 
 
 def _moment(world: World, scene: Scene, rng: Random) -> Disturbance:
@@ -70,7 +71,8 @@ def _moment(world: World, scene: Scene, rng: Random) -> Disturbance:
 def full_disks(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """No file grows beyond a limit; once there is room, the same command ends with the same result."""
     for _ in range(count):
-        scene, here = rng.choice(MAKERS), world.folder.with_name("full")
+        scene = rng.choice(MAKERS)
+        here = world.folder.with_name("full")
         world.copy(here, without=scene.out)
         largest = max(path.stat().st_size for path in (world.folder / scene.out).rglob("*") if path.is_file())
         full = Disturbance(largest_file=rng.randrange(1, largest))
@@ -80,7 +82,8 @@ def full_disks(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 def removed_folders(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """The folder that a command writes to goes while it runs, before its result is whole."""
     for _ in range(count):
-        scene, here = rng.choice(MAKERS), world.folder.with_name("gone")
+        scene = rng.choice(MAKERS)
+        here = world.folder.with_name("gone")
         world.copy(here, without=scene.out)
         yield _disturbed(world, scene, here, Disturbance(remove_at=rng.randint(1, world.events[scene.name] - 4)))
 
@@ -92,16 +95,18 @@ def _disturbed(world: World, scene: Scene, here: Path, disturbance: Disturbance)
         return outcome.fault, f"{what}: {outcome.errors[-500:]}"
     if outcome.code == 2:
         outcome = run(scene.arguments, here)
-    verdict = _end(outcome, here, scene, world)
-    return verdict[0], f"{what}: {verdict[1]}"
+    word, description = _end(outcome, here, scene, world)
+    return word, f"{what}: {description}"
 
 
 def two_writers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """Two of the same command at once: one is refused or waits, and the result is the same."""
     for _ in range(count):
-        scene, here = rng.choice(MAKERS), world.folder.with_name("twice")
+        scene = rng.choice(MAKERS)
+        here = world.folder.with_name("twice")
         world.copy(here, without=scene.out)
-        outcomes = [each.wait() for each in [Run(scene.arguments, here) for _ in range(2)]]
+        runs = [Run(scene.arguments, here), Run(scene.arguments, here)]
+        outcomes = [started.wait() for started in runs]
         faults = [outcome.fault for outcome in outcomes if outcome.fault]
         if faults or all(outcome.code for outcome in outcomes):
             yield faults[0] if faults else "lost", f"{scene.name} twice: {outcomes[0].errors[-500:]}"
@@ -111,52 +116,59 @@ def two_writers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """A file that a command reads is damaged; it refuses the file, or ends with the same result."""
-    places = [*islice(_places(world), count)]
+    cases = list(islice(_damage_cases(world), count))
     for number in range(count):
-        here, scene, patterns = places[number % len(places)]
-        paths = [path for pattern in patterns for path in sorted(here.glob(pattern)) if path.is_file()]
+        here, scene, patterns = cases[number % len(cases)]
+        paths: list[Path] = []
+        for pattern in patterns:
+            paths += [path for path in sorted(here.glob(pattern)) if path.is_file()]
         work = here.with_name("damaged")
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(here, work)
         path = work / rng.choice(paths).relative_to(here)
         kind = rng.choice(damage.KINDS)
         while not path.stat().st_size or kind(path, rng) is False:
-            path, kind = work / rng.choice(paths).relative_to(here), rng.choice(damage.KINDS)
-        word, said = _end(run(scene.arguments, work), work, scene, world)
-        is_anyones = scene in (FOREIGN, SOURCES) or kind in damage.FORGED or path.name == _OPTIONAL
-        is_anyones = is_anyones or path.suffix in _WITHOUT_DIGEST
-        if word == "other result" and is_anyones:
+            path = work / rng.choice(paths).relative_to(here)
+            kind = rng.choice(damage.KINDS)
+        word, description = _end(run(scene.arguments, work), work, scene, world)
+        has_no_digest = path.suffix in _WITHOUT_DIGEST or path.name == _OPTIONAL
+        is_undetectable = scene in (FOREIGN, SOURCES) or kind in damage.FORGED or has_no_digest
+        if word == "other result" and is_undetectable:
             word = "as it says"
-        yield word, f"{scene.name}: {path.relative_to(work)} {kind.__name__}: {said}"
+        yield word, f"{scene.name}: {path.relative_to(work)} {kind.__name__}: {description}"
 
 
-def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
+def _damage_cases(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     """A folder, a command to run there, and the files there that are damaged."""
     trained = TRAIN, HEAD_WEIGHTS, FINETUNE, DRAFT_HEAD, RETRIEVAL_HEAD
     for scene in (*trained, INSPECT, REPORT, COMPARE, FOREIGN, SOURCES, *PUSHES):
-        place = world.folder
+        folder = world.folder
         if scene.out:
-            place = world.copy(world.folder.with_name(f"for {scene.name}"), without=scene.out)
-        yield place, scene, scene.reads
+            folder = world.copy(world.folder.with_name(f"for {scene.name}"), without=scene.out)
+        yield folder, scene, scene.reads
     yield world.folder, DATA, ("data/*.json*",)
     yield world.folder, EVAL, ("eval/*.json*",)
     yield world.folder, TRAIN, ("adapter/training/**/*", "adapter/*")
-    for scene, share in ((DATA, 0.6), *((each, 0.7) for each in trained), (EVAL, 0.6)):
-        place = world.half(scene, world.folder.with_name(f"half {scene.name}"), share)
-        yield place, scene, (f"{scene.out}/**/*",)
+    for scene in (DATA, *trained, EVAL):
+        share = 0.7 if scene in trained else 0.6
+        folder = world.half(scene, world.folder.with_name(f"half {scene.name}"), share)
+        yield folder, scene, (f"{scene.out}/**/*",)
 
 
 def _end(outcome: Outcome, here: Path, scene: Scene, world: World) -> Verdict:
-    said = outcome.errors[-500:]
+    errors = outcome.errors[-500:]
     if outcome.fault:
-        return outcome.fault, said
+        return outcome.fault, errors
     if outcome.code == 2:
-        return "one line", said
+        return "one line", errors
     if not scene.out:
-        return "other result", said
-    found, expected = results_of(here / scene.out), world.results[scene.name]
-    differing = sorted(name for name in {**found, **expected} if found.get(name) != expected.get(name))
-    return ("other result", f"{differing}; {said}") if differing else ("identical", said)
+        return "other result", errors
+    results = results_of(here / scene.out)
+    expected = world.results[scene.name]
+    differing = sorted(name for name in {**results, **expected} if results.get(name) != expected.get(name))
+    if differing:
+        return "other result", f"{differing}; {errors}"
+    return "identical", errors
 
 
 def inputs(world: World, rng: Random, count: int) -> Iterator[Verdict]:

@@ -138,7 +138,8 @@ class World:
         for scene in MAKERS:
             outcome = Run(scene.arguments, self.folder, scene.out).wait()
             assert outcome.code == 0, f"{scene.name}: {outcome.errors}"
-            self.seconds[scene.name], self.events[scene.name] = outcome.seconds, outcome.events
+            self.seconds[scene.name] = outcome.seconds
+            self.events[scene.name] = outcome.events
         shutil.copytree(self.folder / EVAL.out, self.folder / "other")
         for scene in (*MAKERS, INSPECT, REPORT, COMPARE, *PUSHES, FOREIGN, SOURCES):
             if scene not in MAKERS:
@@ -154,13 +155,14 @@ class World:
 
     def half(self, scene: Scene, folder: Path, share: float) -> Path:
         """A copy in which a scene was killed after a share of its events."""
-        at = max(1, round(self.events[scene.name] * share))
+        event = max(1, round(self.events[scene.name] * share))
         while True:
             self.copy(folder, without=scene.out)
-            if Run(scene.arguments, folder, scene.out, Disturbance(kill_at=at)).wait().was_killed:
+            outcome = Run(scene.arguments, folder, scene.out, Disturbance(kill_at=event)).wait()
+            if outcome.was_killed:
                 return folder
-            assert at > 1
-            at //= 2  # it had fewer events than the first time
+            assert event > 1
+            event //= 2  # it had fewer events than the first time
 
 
 def results_of(out: Path) -> dict[str, Any]:
