@@ -34,9 +34,9 @@ START = lines("docs/quickstart.md")
 SETUP, DEMO, *QUICK_START = START
 LAUNCHED = [line for line in lines("docs/cluster.md") if "model.id=runs/model" in line]
 """Those with several processes, DeepSpeed, nf4 and a server: tests/train/test_launched_commands.py runs them too."""
-OTHERS = [each for page in ("README.md", *GUIDES) for each in lines(page)]
-FROM_GUIDES = [each for each in dict.fromkeys(OTHERS) if each not in (*START, *LAUNCHED)]
-TYPED = [each for each in FROM_GUIDES if command_of(each) and command_of(each)[0] != "serve"]
+ALL_LINES = [line for page in ("README.md", *GUIDES) for line in lines(page)]
+FROM_GUIDES = [line for line in dict.fromkeys(ALL_LINES) if line not in (*START, *LAUNCHED)]
+TYPED = [line for line in FROM_GUIDES if command_of(line) and command_of(line)[0] != "serve"]
 """tests/commands/test_serving_commands.py and tests/serving/vllm/test_page.py serve."""
 NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes"}
 LONG = "The ship sailed on. " * 60
@@ -54,8 +54,21 @@ ADDED = {
 """What else a test adds to lines with these words."""
 
 
+TASK_OF_LM_EVAL = """
+task: gsm8k
+dataset_path: json
+dataset_kwargs: {data_files: {test: gsm8k.jsonl}}
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+output_type: generate_until
+generation_kwargs: {until: [x], max_gen_toks: 4}
+metric_list: [{metric: exact_match}]
+"""
+
+
 @pytest.fixture(scope="module")
-def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a clone of the repository, with what lines read and do not make."""
     folder = tmp_path_factory.mktemp("clone")
     for script in ROOT.glob("train_*.py"):
@@ -66,22 +79,13 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_text(folder / "recipes/accelerate" / settings.name, text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        make_models()
-        for name, text in text_files().items():
-            write_text(Path(name), text)
-        question = {"question_id": 111, "category": "math", "turns": ["Add.", "Now subtract."], "reference": ["3", "1"]}
-        write_lines(Path("question.jsonl"), [question])
-        write_lines(Path("gpt-4.jsonl"), [{"question_id": 121, "choices": [{"turns": ["def", "assert"]}]}])
-        write_lines(Path("my_prompts.jsonl"), [{"prompt": f"{number}. {LONG}"} for number in range(6)])
-        papers = [{"input": "Who sailed?", "context": LONG, "answers": ["a ship"], "_id": "1", "all_classes": None}]
-        write_lines(Path("data/longbench/qasper.jsonl"), papers)
-        for name in ("SlideVQA", "TQA"):
-            rows = [row(0, "{image#1} " + LONG, ["a.png"], "a tree", ["a tree", "a house"])]
-            write_data_set(Path("data/MileBench"), name, "multi-choice", rows)
+        write_models()
+        write_files_of_guides()
+        write_benchmarks()
     return folder
 
 
-def make_models() -> None:
+def write_models() -> None:
     """A target deep enough for a draft head, with modules of each kind, its data, and two models that read images."""
     save_tiny_target(Path("runs/model"), num_hidden_layers=7, head_dim=32)
     target = load_target("runs/model", device="cpu", dtype="float32")
@@ -91,35 +95,44 @@ def make_models() -> None:
     size = {"vocab_size": target.model.config.vocab_size, "max_position_embeddings": 4096}
     tiny_draft_head(**size).save(Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
     tiny_retrieval_head(**size).save(Path("runs/retrieval"), Provenance("runs/model"), "# Card\n")
+    write_text(Path("runs/snapkv/head_weights.json"), json.dumps([[1.5, 0.5]] * 7))
     write_data(Path("runs/data"), target)
     save_pictured_target(Path("runs/vl"))
     save_pictured_target(Path("runs/vl-draft"), seed=7)
 
 
-def text_files() -> dict[str, str]:
-    """What README and the guides let a reader write, and a task of lm-evaluation-harness."""
+def write_files_of_guides() -> None:
+    """What README and the guides let a reader write."""
     (own_method,) = re.findall(r"```python\n(.*?)```", text_of("docs/own_method.md"), re.DOTALL)
     rows, tasks = re.findall(r"```json\n(.*?)```", text_of("docs/evaluation.md"), re.DOTALL)
     (mixture,) = re.findall(r"```yaml\n(.*?)```", text_of("docs/data.md"), re.DOTALL)
-    return {
-        "file.txt": LONG,
-        "docs/images/inspect.txt": LONG,
-        "my_methods.py": own_method.rstrip("\n").rpartition("\n")[0],
-        "mine/contracts.jsonl": rows,
-        "mine/tasks.json": tasks,
-        "my_mixture.yaml": mixture,
-        "runs/snapkv/head_weights.json": json.dumps([[1.5, 0.5]] * 7),
-        "gsm8k.jsonl": '{"question": "1 + 1?", "answer": "2"}\n',
-        "gsm8k.yaml": "task: gsm8k\ndataset_path: json\ndataset_kwargs: {data_files: {test: gsm8k.jsonl}}\n"
-        'test_split: test\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\noutput_type: generate_until\n'
-        "generation_kwargs: {until: [x], max_gen_toks: 4}\nmetric_list: [{metric: exact_match}]\n",
-    }
+    write_text(Path("file.txt"), LONG)
+    write_text(Path("docs/images/inspect.txt"), LONG)
+    write_text(Path("my_methods.py"), own_method.rstrip("\n").rpartition("\n")[0])
+    write_text(Path("mine/contracts.jsonl"), rows)
+    write_text(Path("mine/tasks.json"), tasks)
+    write_text(Path("my_mixture.yaml"), mixture)
+    write_lines(Path("my_prompts.jsonl"), [{"prompt": f"{number}. {LONG}"} for number in range(6)])
+
+
+def write_benchmarks() -> None:
+    """A row or two of each that lines name, and a task of lm-evaluation-harness."""
+    question = {"question_id": 111, "category": "math", "turns": ["Add.", "Now subtract."], "reference": ["3", "1"]}
+    write_lines(Path("question.jsonl"), [question])
+    write_lines(Path("gpt-4.jsonl"), [{"question_id": 121, "choices": [{"turns": ["def", "assert"]}]}])
+    paper = {"input": "Who sailed?", "context": LONG, "answers": ["a ship"], "_id": "1", "all_classes": None}
+    write_lines(Path("data/longbench/qasper.jsonl"), [paper])
+    for data_set in ("SlideVQA", "TQA"):
+        rows = [row(0, "{image#1} " + LONG, ["a.png"], "a tree", ["a tree", "a house"])]
+        write_data_set(Path("data/MileBench"), data_set, "multi-choice", rows)
+    write_lines(Path("gsm8k.jsonl"), [{"question": "1 + 1?", "answer": "2"}])
+    write_text(Path("gsm8k.yaml"), TASK_OF_LM_EVAL)
 
 
 @pytest.fixture(scope="module")
-def servers(things: Path) -> Iterator[dict[str, str]]:
+def servers(clone: Path) -> Iterator[dict[str, str]]:
     """A server that answers as the target, and a judge, as additions to the lines that name one."""
-    target = load_target(str(things / "runs/model"), device="cpu", dtype="float32")
+    target = load_target(str(clone / "runs/model"), device="cpu", dtype="float32")
     with server(speaks(target)) as completions, endpoint(lambda _: "[[5]]") as judge:
         yield {
             "backend=server": f"server.url={completions.url} server.model=served limit=4",
@@ -128,9 +141,9 @@ def servers(things: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def place(things: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the folder to work in; nothing is asked of the Hub, and `METHODS` is as before afterwards."""
-    monkeypatch.chdir(shutil.copytree(things, tmp_path / "clone", symlinks=True))
+def here(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: a copy of the clone; nothing is asked of the Hub, and `METHODS` is as before afterwards."""
+    monkeypatch.chdir(shutil.copytree(clone, tmp_path / "clone", symlinks=True))
     monkeypatch.setattr("keepsight.eval.tasks.benchmark.hub_reachable", lambda: False)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)
@@ -139,54 +152,84 @@ def place(things: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return Path.cwd()
 
 
+def out_of(words: list[str]) -> Path | None:
+    """What a command says it writes to."""
+    for word in words:
+        if word.startswith("out="):
+            return Path(word.removeprefix("out="))
+    return None
+
+
 def type_line(line: str, keepsight: CommandLine, added: dict[str, str]) -> None:
-    """Run a line, in this process where it is a command of keepsight; what it makes is there afterwards, and new."""
-    given = command_of(line)
-    out = next((Path(word.removeprefix("out=")) for word in given if word.startswith("out=")), None)
+    """Run a line, in this process where it is a command of keepsight; what it makes is there afterwards, and new.
+
+    Args:
+        line: Of a page.
+        keepsight: Runs commands.
+        added: Further arguments for lines with some words, by these words.
+    """
+    words = [word for word in command_of(line) if word != "..."]
+    out = out_of(words)
     if out is not None:
         shutil.rmtree(out, ignore_errors=True)
-    more = [*small(line), *(word for part, words in added.items() if part in line for word in words.split())]
+    arguments = small(line)
+    for words_of_line, further in added.items():
+        if words_of_line in line:
+            arguments += further.split()
     if line.startswith("keepsight"):
-        keepsight(*(word for word in given if word != "..."), *more)
+        keepsight(*words, *arguments)
     else:
-        type_in(line, Path.cwd(), *more, warm=True)
+        type_in(line, Path.cwd(), *arguments, warm=True)
     assert out is None or out.exists()
 
 
 @pytest.mark.slow
-def test_the_demo_that_make_runs(keepsight: CommandLine, place: Path) -> None:
+def test_the_demo_that_make_runs(keepsight: CommandLine, here: Path) -> None:
     # A make around the tests would add lines.
-    asked = ["make", "-n", "--no-print-directory", *DEMO.split("#")[0].split()[1:]]
-    told = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
-    _, _, typed = told.stdout.strip().rpartition("\n")[2].partition(" -m ")
-    type_line(typed, keepsight, {})
-    assert (place / "runs/demo/eval/report.html").is_file()
+    make = ["make", "-n", "--no-print-directory", *DEMO.split("#")[0].split()[1:]]
+    result = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
+    last_line = result.stdout.strip().splitlines()[-1]
+    _, _, command = last_line.partition(" -m ")
+    type_line(command, keepsight, {})
+    assert (here / "runs/demo/eval/report.html").is_file()
 
 
-def test_the_quick_start(keepsight: CommandLine, place: Path) -> None:
+def test_the_quick_start(keepsight: CommandLine, here: Path) -> None:
     """Line after line, each with what those before have made."""
     shutil.rmtree("runs/data")
     shutil.rmtree("runs/adapter")
+    assert len(QUICK_START) == 6
     for line in QUICK_START:
         type_line(line, keepsight, {})
-    assert len(QUICK_START) == 6 and Path("runs/inspect.html").is_file()
+    assert Path("runs/inspect.html").is_file()
 
 
-def test_answers_of_a_server(keepsight: CommandLine, place: Path, servers: dict[str, str]) -> None:
-    (line,) = (line for line in LAUNCHED if "backend=server" in line)
+def test_answers_of_a_server(keepsight: CommandLine, here: Path, servers: dict[str, str]) -> None:
+    (line,) = [line for line in LAUNCHED if "backend=server" in line]
     type_line(line, keepsight, servers)
 
 
-def marked(line: str) -> object:
+def is_slow(line: str) -> bool:
     """Of each command the first line runs in `make test`; tests/test_docs.py parses all.
 
     Evaluations take seconds each, since their plots are drawn; other programs start anew.
     """
-    is_slow = not line.startswith("keepsight") or command_of(line)[0] in ("eval", "report", "compare", "ablate")
-    is_slow = is_slow or line != next(other for other in TYPED if name_of(other) == name_of(line))
-    marks = [pytest.mark.slow] if is_slow else []
-    missing = [package for part, package in NEEDS.items() if part in line and find_spec(package) is None]
-    marks += [pytest.mark.skip(f"needs the package {name}") for name in missing]
+    if not line.startswith("keepsight"):
+        return True
+    if command_of(line)[0] in ("eval", "report", "compare", "ablate"):
+        return True
+    first_line = next(other for other in TYPED if name_of(other) == name_of(line))
+    return line != first_line
+
+
+def marked(line: str) -> object:
+    """The line as a parameter, skipped where a package that it needs is missing."""
+    marks: list[pytest.MarkDecorator] = []
+    if is_slow(line):
+        marks.append(pytest.mark.slow)
+    for words, package in NEEDS.items():
+        if words in line and find_spec(package) is None:
+            marks.append(pytest.mark.skip(f"needs the package {package}"))
     return pytest.param(line, marks=marks)
 
 
@@ -197,26 +240,28 @@ def name_of(line: str) -> str:
 
 
 @pytest.mark.parametrize("line", [marked(line) for line in TYPED])
-def test_a_line_of_a_guide(line: str, keepsight: CommandLine, place: Path, servers: dict[str, str]) -> None:
+def test_a_line_of_a_guide(line: str, keepsight: CommandLine, here: Path, servers: dict[str, str]) -> None:
     if command_of(line)[0] in ("report", "compare"):
-        keepsight(*f"eval tasks=niah_single methods=snapkv out=runs/eval {SMALL['eval']}".split())
+        keepsight("eval", "tasks=niah_single", "methods=snapkv", "out=runs/eval", *SMALL["eval"].split())
         shutil.copytree("runs/eval", "runs/other")
     type_line(line, keepsight, ADDED | servers)
 
 
 @pytest.mark.slow
-def test_lm_eval(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = (line for line in FROM_GUIDES if line.startswith("keepsight-lm-eval "))
-    more = ["--model_args", "pretrained=runs/model,dtype=float32", "--include_path", ".", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", [*shlex.split(line), *more, "--output_path", "out.json"])
+def test_lm_eval(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = [line for line in FROM_GUIDES if line.startswith("keepsight-lm-eval ")]
+    model = ["--model_args", "pretrained=runs/model,dtype=float32", "--device", "cpu"]
+    files = ["--include_path", ".", "--output_path", "out.json"]
+    monkeypatch.setattr(sys, "argv", [*shlex.split(line), *model, *files])
     assert run_harness() == 0
-    assert list(place.glob("out*.json"))
+    assert list(here.glob("out*.json"))
 
 
 def test_only_these_are_not_typed() -> None:
     """They install something, or start a server that needs a GPU."""
     typed = {*QUICK_START, *LAUNCHED, *TYPED}
-    rest = {*START, *FROM_GUIDES} - typed - {DEMO}
-    commands = {"curl", "make", "vllm", "python", "keepsight-lm-eval", "keepsight"}
-    assert {line.split()[0] for line in rest} == commands and SETUP in rest
+    not_typed = {*START, *FROM_GUIDES} - typed - {DEMO}
+    programs = {line.split()[0] for line in not_typed}
+    assert programs == {"curl", "make", "vllm", "python", "keepsight-lm-eval", "keepsight"}
+    assert SETUP in not_typed
     assert len(LAUNCHED) == 6

@@ -32,31 +32,27 @@ RECORDED = read_rows(RESULTS)
 
 
 @pytest.fixture(scope="module")
-def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Row]:
-    """The outcomes of the types whose tests were selected, from one sweep: the command imports everything once."""
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Row]:
+    """Those of the types whose tests were selected, from one sweep: the command imports everything once."""
     selected = set[str]()
     for item in request.session.items:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         if item.path == Path(__file__) and "model_type" in parameters:
             selected.add(parameters["model_type"])
     file = tmp_path_factory.mktemp("zoo") / "model_types.csv"
-    subprocess.run(
-        [sys.executable, "-m", "tests.zoo.sweep", "--out", str(file), *sorted(selected)], cwd=ROOT, check=True
-    )
+    command = [sys.executable, "-m", "tests.zoo.sweep", "--out", str(file), *sorted(selected)]
+    subprocess.run(command, cwd=ROOT, check=True)
     return read_rows(file)
 
 
-def _cases() -> list[Any]:
-    cases = []
-    for model_type in MODEL_TYPES:
-        marks = () if model_type in SAMPLE else pytest.mark.grid
-        cases.append(pytest.param(model_type, marks=marks))
-    return cases
+def grid_unless_in_sample(model_type: str) -> Any:
+    marks = () if model_type in SAMPLE else pytest.mark.grid
+    return pytest.param(model_type, marks=marks)
 
 
-@pytest.mark.parametrize("model_type", _cases())
-def test_a_model_type_works_or_is_refused_as_the_page_says(model_type: str, tried: Mapping[str, Row]) -> None:
-    outcome = dict(tried[model_type])
+@pytest.mark.parametrize("model_type", map(grid_unless_in_sample, MODEL_TYPES))
+def test_a_model_type_works_or_is_refused_as_the_page_says(model_type: str, outcomes: Mapping[str, Row]) -> None:
+    outcome = dict(outcomes[model_type])
     recorded = dict(RECORDED[model_type])
     del outcome["transformers"], recorded["transformers"]
     assert outcome == recorded
@@ -70,8 +66,8 @@ def test_no_model_type_ends_in_a_traceback() -> None:
 
 def test_the_page_has_every_model_type_of_the_recorded_version() -> None:
     page = PAGE.read_text("utf-8")
-    (found,) = PLACE.findall(page)
-    assert found == table(RECORDED), "run `python -m tests.zoo.sweep --table`"
+    (table_of_page,) = PLACE.findall(page)
+    assert table_of_page == table(RECORDED), "run `python -m tests.zoo.sweep --table`"
     versions = {row["transformers"] for row in RECORDED.values()}
     if versions == {version("transformers")}:
         assert sorted(RECORDED) == MODEL_TYPES
