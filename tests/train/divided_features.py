@@ -9,14 +9,15 @@ from keepsight.train import draft_head as module
 from keepsight.train.draft_head import HiddenStates, RunModel
 
 if __name__ == "__main__":
-    read, texts = RunModel.__call__, list[int]()
+    run_model = RunModel.__call__
+    lengths: list[int] = []
 
     def counted(self: RunModel, ids: Tensor) -> HiddenStates:
-        texts.append(len(ids))
-        return read(self, ids)
+        lengths.append(len(ids))
+        return run_model(self, ids)
 
     RunModel.__call__ = counted  # type: ignore[method-assign]
     module._SHARD = 4
     status = main(["train_draft_head", *sys.argv[1:]])
-    print(f"texts read: {len(texts)}", flush=True)
+    print(f"texts read: {len(lengths)}", flush=True)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""How far the logits of a base model that FSDP2 sharded over the processes are from those of a whole one."""
+"""How far the logits of a base model that FSDP2 sharded over the processes are from those of an unsharded one."""
 
 import sys
 
@@ -12,12 +12,13 @@ from keepsight.train.distributed import SHARDED
 from tests.tiny import prompt_ids
 
 if __name__ == "__main__":
-    folder, prompt = sys.argv[1], prompt_ids(30)[0]
+    folder = sys.argv[1]
+    prompt, _ = prompt_ids(30)
     model = ModelConfig(id=folder, device="cpu", dtype="float32", device_map=SHARDED)
     sharded = train.placed_target(train.Config(model=model)).model
-    whole = load_target(folder, device="cpu", dtype="float32").model
+    unsharded = load_target(folder, device="cpu", dtype="float32").model
     assert isinstance(sharded.model.layers[0].mlp.up_proj.weight, DTensor)
     tied = getattr(sharded.get_output_embeddings(), "weight") is sharded.get_input_embeddings().weight  # noqa: B009
     with torch.no_grad():
-        apart = (sharded(prompt).logits - whole(prompt).logits).abs().max().item()
-    print(f"tied {tied}, equal {apart < 1e-5} ({apart})", flush=True)
+        difference = (sharded(prompt).logits - unsharded(prompt).logits).abs().max().item()
+    print(f"tied {tied}, equal {difference < 1e-5} ({difference})", flush=True)

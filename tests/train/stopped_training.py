@@ -22,33 +22,39 @@ from keepsight.train.importance import ImportanceObjective
 from tests.train.runs import at_batch
 
 
-def _held(model: nn.Module) -> int:
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
-    return sum(each.numel() for each in local if not each.is_meta)
+def count_weights(model: nn.Module) -> int:
+    """Weights that this process holds."""
+    weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+    return sum(weight.numel() for weight in weights if not weight.is_meta)
 
 
-def _sharded(model: PreTrainedModel) -> None:
-    print(f"weights read: {_held(model)}", flush=True)
+def shard_and_print(model: PreTrainedModel) -> None:
+    print(f"weights read: {count_weights(model)}", flush=True)
     shard_layers(model)
 
 
-def _stopped(lookahead: Lookahead, *given: Any) -> ImportanceObjective:
-    print(f"weights held: {_held(lookahead.model)}", flush=True)
+def end_the_job(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_objective(lookahead: Lookahead, *args: Any) -> ImportanceObjective:
+    print(f"weights held: {count_weights(lookahead.model)}", flush=True)
+    objective = ImportanceObjective(lookahead, *args)
     if os.environ["RANK"] == "0":
-        return ImportanceObjective(lookahead, *given)
-    return at_batch(ImportanceObjective(lookahead, *given), 3, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        return objective
+    return at_batch(objective, 3, end_the_job)
 
 
-def _saved(*given: Any) -> None:
+def save_slowly(*args: Any) -> None:
     time.sleep(2)
-    _save(*given)
+    save(*args)
 
 
 if __name__ == "__main__":
-    _save = train.save
-    train.save = _saved  # type: ignore[assignment]
-    train.shard_layers = _sharded
-    train.ImportanceObjective = _stopped  # type: ignore[assignment, misc]
+    save = train.save
+    train.save = save_slowly  # type: ignore[assignment]
+    train.shard_layers = shard_and_print
+    train.ImportanceObjective = stopped_objective  # type: ignore[assignment, misc]
     status = main(["train", *sys.argv[1:]])
     if os.environ["RANK"] != "0":
         time.sleep(0.5)  # for the first to say that it stopped, before its launcher ends it too

@@ -19,13 +19,14 @@ from tests.typed import ROOT, lines, type_in
 
 pytestmark = pytest.mark.slow
 COMMANDS = {line.rpartition("out=runs/")[2]: line for line in lines("docs/cluster.md") if "model.id=runs/model" in line}
-SHORT = ["lookahead.tokens=4", *(f"train.{key}" for key in ("steps=2", "held_out=2", "budget=6", "report_to=[]"))]
+"""By the name of their folder in runs/."""
+SHORT = ["lookahead.tokens=4", "train.steps=2", "train.held_out=2", "train.budget=6", "train.report_to=[]"]
 MIXTURE = {"min_tokens": 100, "max_tokens": 140, "sources": [{"kind": "key_values"}]}
 NEEDS = {"zero2": "deepspeed", "zero3": "deepspeed", "nf4": "bitsandbytes", "served": "fastapi"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a clone of the repository, with a model and its data in runs/."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("recipes", "train_lookahead.py"):
@@ -43,21 +44,24 @@ def needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2", "nf4"])
-def test_a_training(name: str, place: Path) -> None:
+def test_a_training(name: str, workspace: Path) -> None:
     needs(name)
-    type_in(COMMANDS[name], place, "model.device=cpu", *SHORT)
+    type_in(COMMANDS[name], workspace, "model.device=cpu", *SHORT)
+    out = workspace / "runs" / name
     processes = 1 if name == "nf4" else 2
-    assert read_json(place / "runs" / name / "training/settings.json")["settings"]["launch.processes"] == processes
-    trained = LookaheadAdapter.load(place / "runs" / name)
-    assert trained.provenance.training["steps"] == 2
-    assert trained.tokens.shape == (4, 64)
-    assert trained.lora and all(each.count_nonzero() for each in trained.lora.values())
+    assert read_json(out / "training/settings.json")["settings"]["launch.processes"] == processes
+    adapter = LookaheadAdapter.load(out)
+    assert adapter.provenance.training["steps"] == 2
+    assert adapter.tokens.shape == (4, 64)
+    assert adapter.lora
+    assert all(tensor.count_nonzero() for tensor in adapter.lora.values())
 
 
-def test_answers_of_a_server(place: Path) -> None:
+def test_answers_of_a_server(workspace: Path) -> None:
     needs("served")
-    (place / "keys.yaml").write_text(yaml.safe_dump(MIXTURE))
-    with serving(Path("runs/model"), port := free_port(), place):
+    (workspace / "keys.yaml").write_text(yaml.safe_dump(MIXTURE))
+    port = free_port()
+    with serving(Path("runs/model"), port, workspace):
         line = COMMANDS["served"].replace(":8000", f":{port}")
-        type_in(line, place, "model.device=cpu", "mixture=keys.yaml", "max_new_tokens=4")
-    assert read_json(place / "runs/served/manifest.json")["samples"] == 20
+        type_in(line, workspace, "model.device=cpu", "mixture=keys.yaml", "max_new_tokens=4")
+    assert read_json(workspace / "runs/served/manifest.json")["samples"] == 20

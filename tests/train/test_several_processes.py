@@ -22,12 +22,17 @@ from tests.close import assert_close
 from tests.launch import ROOT, launch
 from tests.models.test_targets import with_nan
 from tests.tiny import save_tiny_target
-from tests.train.runs import SHAPE, rows, settings, write_data
+from tests.train.runs import SHAPE, rows, same, settings, write_data
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
 TRAINING: dict[str, Any] = {
-    **{"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "replays": 1},
-    **{"measure_every": 1, "save_every": 1},  # which logs the loss of every step
+    "steps": 5,
+    "batch_size": 1,
+    "clip": 0.5,
+    "group_by_length": False,
+    "replays": 1,
+    "measure_every": 1,
+    "save_every": 1,  # which logs the loss of every step
 }
 FSDP2 = ["model.device_map=fsdp2"]
 CUTS = ["train.cuts=3"]
@@ -43,9 +48,9 @@ LAUNCHED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model, data that it answered, and adapters trained by one process, `one` and, at several cuts, `cuts`."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("workspace")
     save_tiny_target(folder / "target")
     write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
     for out, changes in {"one": {}, "cuts": {"cuts": 3}}.items():
@@ -61,20 +66,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(place: Path, out: Path, **more: Any) -> list[str]:
-    made = settings(**TRAINING)
-    names = (*TRAINING, "held_out", "measure_every", "save_every", "learning_rate", "budget", "report_to")
-    given = {f"train.{name}": getattr(made, name) for name in names}
-    given |= {f"lookahead.{name}": getattr(SHAPE, name) for name in ("tokens", "rank", "alpha", "pooling", "kernel")}
-    given |= {
-        "model.id": place / "target",
+def arguments(workspace: Path, out: Path, **more: Any) -> list[str]:
+    """The arguments of `keepsight train`, as NAME=VALUE."""
+    train_settings = settings(**TRAINING)
+    values: dict[str, Any] = {}
+    for name in (*TRAINING, "held_out", "learning_rate", "budget", "report_to"):
+        values[f"train.{name}"] = getattr(train_settings, name)
+    for name in ("tokens", "rank", "alpha", "pooling", "kernel"):
+        values[f"lookahead.{name}"] = getattr(SHAPE, name)
+    values |= {
+        "model.id": workspace / "target",
         "model.device": "cpu",
         "model.dtype": "float32",
-        "data": place / "data",
+        "data": workspace / "data",
         "out": out,
         **more,
     }
-    return [f"{name}={value}" for name, value in given.items()]
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 def losses(adapter: Path) -> dict[int, float]:
@@ -88,61 +96,79 @@ def held_out_losses(adapter: Path) -> dict[int, float]:
     return {row["step"]: row["eval_kl"] for row in rows(adapter / "training/fidelity.jsonl")}
 
 
+def printed_counts(name: str, text: str) -> list[int]:
+    """What the processes printed after `weights NAME`."""
+    return [int(count) for count in re.findall(rf"weights {name}: (\d+)", text)]
+
+
+def launched_processes(adapter: Path) -> int:
+    """How many processes the settings of an adapter's training name."""
+    settings_of_training = json.loads((adapter / "training/settings.json").read_text())
+    return settings_of_training["settings"]["launch.processes"]
+
+
 @pytest.mark.parametrize(("config", "more"), LAUNCHED.values(), ids=LAUNCHED)
 def test_two_processes_stop_together_go_on_and_train_what_one_trains(
-    config: str | None, more: list[str], place: Path, tmp_path: Path
+    config: str | None, more: list[str], workspace: Path, tmp_path: Path
 ):
-    given = [*arguments(place, tmp_path / "two"), *more]
-    stopped = launch(tmp_path, str(ROOT / "tests/train/stopped_training.py"), *given, config=config)
+    out = tmp_path / "two"
+    training = out / "training"
+    command_arguments = [*arguments(workspace, out), *more]
+    stopped = launch(tmp_path, str(ROOT / "tests/train/stopped_training.py"), *command_arguments, config=config)
     assert stopped.stderr.count("interrupted at step 3") == 2, stopped.stderr[-4000:]
-    assert (tmp_path / "two/training/checkpoint-3/trainer_state.json").exists()
-    sizes = {name: value.numel() for name, value in load_file(place / "target/model.safetensors").items()}
-    whole, layers = sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
-    read, held = ([int(n) for n in re.findall(rf"weights {what}: (\d+)", stopped.stdout)] for what in ("read", "held"))
+    assert (training / "checkpoint-3/trainer_state.json").exists()
+    sizes = {name: weight.numel() for name, weight in load_file(workspace / "target/model.safetensors").items()}
+    all_weights = sum(sizes.values())
+    weights_of_layers = sum(size for name, size in sizes.items() if ".layers." in name)
+    held = printed_counts("held", stopped.stdout)
     if FSDP2[0] in more:
-        assert sorted(read) == [0, whole], "the first process alone reads the files"
-        assert held == [whole - layers // 2] * 2
+        read = printed_counts("read", stopped.stdout)
+        assert sorted(read) == [0, all_weights], "the first process alone reads the files"
+        assert held == [all_weights - weights_of_layers // 2] * 2
     else:
-        assert held == [0 if config == "zero3" else whole] * 2
+        assert held == [0 if config == "zero3" else all_weights] * 2
 
-    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config=config)
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *command_arguments, config=config)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "resuming from" in result.stdout
     assert "tokens a second" in result.stderr
-    training = tmp_path / "two/training"
-    assert json.loads((training / "settings.json").read_text())["settings"]["launch.processes"] == 2
-    alone = place / ("cuts" if more == CUTS else "one")
-    one, two = (LookaheadAdapter.load(folder) for folder in (alone, tmp_path / "two"))
-    assert two.provenance.training["samples a step"] == one.provenance.training["samples a step"] == 2
-    assert config is not None or torch.equal(two.tokens, one.tokens), "bit for bit without DeepSpeed"
-    assert_close(two.tokens, one.tokens)
-    for name, value in one.lora.items():
-        assert config is not None or torch.equal(two.lora[name], value), name
-        assert_close(two.lora[name], value)
+    assert launched_processes(out) == 2
+    alone = workspace / ("cuts" if more == CUTS else "one")
+    adapter_alone = LookaheadAdapter.load(alone)
+    adapter = LookaheadAdapter.load(out)
+    assert adapter_alone.provenance.training["samples a step"] == 2
+    assert adapter.provenance.training["samples a step"] == 2
+    assert_close(adapter.tokens, adapter_alone.tokens)
+    assert_close(adapter.lora, adapter_alone.lora)
+    if config is None:  # bit for bit without DeepSpeed
+        assert torch.equal(adapter.tokens, adapter_alone.tokens)
+        assert same(adapter.lora, adapter_alone.lora)
     for curve in (losses, held_out_losses):
-        assert [*curve(alone)] == [*curve(tmp_path / "two")] and len(curve(alone)) >= 5
-        assert curve(tmp_path / "two") == pytest.approx(curve(alone), abs=2e-4)  # the Trainer rounds to 1e-4
-    plan_upload(tmp_path / "two", "user/name")
-    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (place / "one", tmp_path / "two")]
-    assert configs[1] == configs[0]
+        expected = curve(alone)
+        assert len(expected) >= 5
+        assert list(curve(out)) == list(expected)
+        assert curve(out) == pytest.approx(expected, abs=2e-4)  # the Trainer rounds to 1e-4
+    plan_upload(out, "user/name")
+    config_alone = json.loads((workspace / "one/adapter_config.json").read_text())
+    assert json.loads((out / "adapter_config.json").read_text()) == config_alone
 
-    target = sum(path.stat().st_size for path in (place / "target").glob("*.safetensors"))
+    target_bytes = sum(path.stat().st_size for path in (workspace / "target").glob("*.safetensors"))
     states = [*training.glob("checkpoint-5/**/*_states.pt")]
     assert bool(states) == (config in ("zero2", "zero3"))
     for path in states:
-        assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
+        assert path.stat().st_size < target_bytes / 2, f"{path} holds the frozen target"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "more"), [(None, FSDP2), LAUNCHED["zero3"]], ids=["fsdp2", "zero3"])
 def test_a_weight_that_is_not_finite_ends_all_processes(
-    config: str | None, more: list[str], place: Path, tmp_path: Path
+    config: str | None, more: list[str], workspace: Path, tmp_path: Path
 ):
-    shutil.copytree(place / "target", tmp_path / "target")
+    shutil.copytree(workspace / "target", tmp_path / "target")
     write_data(tmp_path / "data", load_target(str(tmp_path / "target"), device="cpu"))
     with_nan(tmp_path / "target")
-    given = [*arguments(tmp_path, tmp_path / "two"), *more]
-    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config=config)
+    command_arguments = [*arguments(tmp_path, tmp_path / "two"), *more]
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *command_arguments, config=config)
     assert result.returncode != 0
     assert "weight 'model.norm.weight' is not finite; copy or download it again" in result.stderr
 
@@ -150,67 +176,83 @@ def test_a_weight_that_is_not_finite_ends_all_processes(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_sharded_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
-    save_tiny_target(tmp_path / "target", tie_word_embeddings=True)
+    target = tmp_path / "target"
+    save_tiny_target(target, tie_word_embeddings=True)
     if kind == "gemma3":  # which has buffers that no file holds
-        config = AutoConfig.from_pretrained(tmp_path / "target").to_dict()
+        config = AutoConfig.from_pretrained(target).to_dict()
         shape = {name: config[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")}
         torch.manual_seed(0)
-        Gemma3ForCausalLM(Gemma3TextConfig(**shape, intermediate_size=64, sliding_window=8)).save_pretrained(
-            tmp_path / "target"
-        )
-    result = launch(tmp_path, str(ROOT / "tests/train/sharded_target.py"), str(tmp_path / "target"))
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, intermediate_size=64, sliding_window=8))
+        model.save_pretrained(target)
+    result = launch(tmp_path, str(ROOT / "tests/train/sharded_target.py"), str(target))
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("tied True, equal True") == 2, result.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["model.device_map=fsdp2"]], ids=["ddp", "fsdp2"])
-def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_path: Path):
-    given = [*arguments(place, tmp_path / "two"), *more, "lookahead.tokens=[4,6]"]
-    result = launch(tmp_path, "-m", "keepsight", "train", *(each for each in given if each != "lookahead.tokens=4"))
+def test_two_processes_ablate_what_one_trains(more: list[str], workspace: Path, tmp_path: Path):
+    out = tmp_path / "two"
+    command_arguments = [*arguments(workspace, out), *more]
+    command_arguments.remove("lookahead.tokens=4")
+    command_arguments.append("lookahead.tokens=[4,6]")
+    result = launch(tmp_path, "-m", "keepsight", "train", *command_arguments)
     assert result.returncode == 0, result.stderr[-4000:]
-    one, cell = (LookaheadAdapter.load(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
-    assert json.loads((tmp_path / "two/training/settings.json").read_text())["settings"]["launch.processes"] == 2
-    assert_close(cell.tokens, one.tokens)
-    for name, value in one.lora.items():
-        assert_close(cell.lora[name], value)
+    assert launched_processes(out) == 2
+    adapter_alone = LookaheadAdapter.load(workspace / "one")
+    cell = LookaheadAdapter.load(out / "cells/tokens4")
+    assert_close(cell.tokens, adapter_alone.tokens)
+    for name, tensor in adapter_alone.lora.items():
+        assert_close(cell.lora[name], tensor)
 
 
 @pytest.mark.slow
-def test_two_processes_keep_teacher_outputs_of_their_own(place: Path, tmp_path: Path):
-    given = arguments(place, tmp_path / "two", **{"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"})
-    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given)
+def test_two_processes_keep_teacher_outputs_of_their_own(workspace: Path, tmp_path: Path):
+    out = tmp_path / "two"
+    replays = {"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"}
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *arguments(workspace, out, **replays))
     assert result.returncode == 0, result.stderr[-4000:]
-    assert LookaheadAdapter.load(tmp_path / "two").provenance.training["steps on each teacher output"] == 3
-    measured = rows(tmp_path / "two/training/fidelity.jsonl")
-    assert measured[-1]["step"] == 5
-    assert measured[-1]["eval_kl"] < measured[0]["eval_kl"]
+    assert LookaheadAdapter.load(out).provenance.training["steps on each teacher output"] == 3
+    measurements = rows(out / "training/fidelity.jsonl")
+    assert measurements[-1]["step"] == 5
+    assert measurements[-1]["eval_kl"] < measurements[0]["eval_kl"]
     assert not [path for path in (tmp_path / "readings").rglob("*") if path.is_file()]
 
 
 @needs_deepspeed
 @pytest.mark.slow
-def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(place: Path, tmp_path: Path):
-    given = arguments(place, tmp_path / "two", **{"train.precision": "bf16", "model.dtype": "bfloat16"})
-    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config="zero3")
+def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(workspace: Path, tmp_path: Path):
+    out = tmp_path / "two"
+    in_bfloat16 = {"train.precision": "bf16", "model.dtype": "bfloat16"}
+    command_arguments = arguments(workspace, out, **in_bfloat16)
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *command_arguments, config="zero3")
     assert result.returncode == 0, result.stderr[-4000:]
-    for path in (
-        tmp_path / "two/adapter_model.safetensors",
-        tmp_path / "two/training/checkpoint-5/lookahead.safetensors",
-    ):
-        for name, value in load_file(path).items():
-            assert value.dtype == torch.float32, name
-            assert not torch.equal(value, value.bfloat16().float()), name
+    for path in (out / "adapter_model.safetensors", out / "training/checkpoint-5/lookahead.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert tensor.dtype == torch.float32, name
+            assert not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
-def finetuning(place: Path) -> list[str]:
-    """The command's arguments but `out`."""
-    tuned = {"adapter": place / "one", "selection": "shared", "finetune.budgets": "[16]", "finetune.train.steps": 4}
-    tuned |= {f"finetune.train.{name}": TRAINING[name] for name in ("clip", "group_by_length", "replays")}
-    tuned |= {"finetune.train.samples_per_step": 2, "finetune.train.held_out": 2, "finetune.train.report_to": "[]"}
-    given = [each for each in arguments(place, place) if not each.startswith(("train.", "lookahead.", "out="))]
-    given += [f"{name}={value}" for name, value in tuned.items()]
-    return ["finetune", *given]
+def finetune_arguments(workspace: Path) -> list[str]:
+    """The command and its arguments but `out`."""
+    base = [
+        argument
+        for argument in arguments(workspace, workspace)
+        if not argument.startswith(("train.", "lookahead.", "out="))
+    ]
+    values = {
+        "adapter": workspace / "one",
+        "selection": "shared",
+        "finetune.budgets": "[16]",
+        "finetune.train.steps": 4,
+        "finetune.train.clip": TRAINING["clip"],
+        "finetune.train.group_by_length": TRAINING["group_by_length"],
+        "finetune.train.replays": TRAINING["replays"],
+        "finetune.train.samples_per_step": 2,
+        "finetune.train.held_out": 2,
+        "finetune.train.report_to": "[]",
+    }
+    return ["finetune", *base, *(f"{name}={value}" for name, value in values.items())]
 
 
 FROZEN = ["finetune.freeze_module=true"]
@@ -228,17 +270,22 @@ FINETUNED: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "more", "trained"), FINETUNED.values(), ids=FINETUNED)
 def test_two_processes_finetune_what_one_does(
-    config: str | None, more: list[str], trained: list[str], place: Path, tmp_path: Path
+    config: str | None, more: list[str], trained: list[str], workspace: Path, tmp_path: Path
 ):
     """Also where one of them has nothing to learn from: some prompts are within every budget."""
-    given = [*finetuning(place), *trained]
-    assert main([*given, f"out={tmp_path / 'one'}"]) == 0
-    result = launch(tmp_path, "-m", "keepsight", *given, *more, f"out={tmp_path / 'two'}", config=config)
+    out_alone = tmp_path / "one"
+    out = tmp_path / "two"
+    command = [*finetune_arguments(workspace), *trained]
+    assert main([*command, f"out={out_alone}"]) == 0
+    result = launch(tmp_path, "-m", "keepsight", *command, *more, f"out={out}", config=config)
     assert result.returncode == 0, result.stderr[-4000:]
-    before, one, two = (LookaheadAdapter.load(each) for each in (place / "one", tmp_path / "one", tmp_path / "two"))
-    assert torch.equal(one.tokens, before.tokens) == bool(trained)
-    assert torch.tensor(one.head_weights).std() > 1e-3
-    assert_close(two.tokens, one.tokens)
-    assert_close(torch.tensor(two.head_weights), torch.tensor(one.head_weights))
-    for name, value in one.lora.items():
-        assert_close(two.lora[name], value)
+    start = LookaheadAdapter.load(workspace / "one")
+    adapter_alone = LookaheadAdapter.load(out_alone)
+    adapter = LookaheadAdapter.load(out)
+    module_is_frozen = bool(trained)
+    assert torch.equal(adapter_alone.tokens, start.tokens) == module_is_frozen
+    assert torch.tensor(adapter_alone.head_weights).std() > 1e-3
+    assert_close(adapter.tokens, adapter_alone.tokens)
+    assert_close(torch.tensor(adapter.head_weights), torch.tensor(adapter_alone.head_weights))
+    for name, tensor in adapter_alone.lora.items():
+        assert_close(adapter.lora[name], tensor)
