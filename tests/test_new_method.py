@@ -72,7 +72,7 @@ def test_a_module_is_all_that_a_method_needs(toy: type[Any], tmp_path: Path) -> 
     methods_by_name = {variant.name: variant.method for variant in variants_of(["all"], [40], [], resources)}
     assert methods_by_name["toy"] == toy(40)
     assert make_method("toy", 40, resources) == toy(40)
-    assert keepsight.ToyMethod is toy  # type: ignore[attr-defined]
+    assert keepsight.ToyMethod is toy
     assert methods.ToyMethod is toy  # type: ignore[attr-defined]
     exports: Any = keepsight.__all__
     assert "ToyMethod" in exports

@@ -1,7 +1,7 @@
 """`keepsight eval` in several processes: samples divided over processes, parts merged, stopped and gone on with."""
 
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def test_a_refusal_is_one_line_of_a_process_and_ends_both(here: Path, refused: s
     if refused == "by both":
         methods = "methods=[snapkw]"
         expected = "method 'snapkw' is unknown"
-        lock = nullcontext()
+        lock: AbstractContextManager[None] = nullcontext()
     else:
         methods = "methods=[snapkv]"
         expected = "two: .*is writing here"

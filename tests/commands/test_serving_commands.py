@@ -87,7 +87,7 @@ def test_pages_for_sglang_are_those_of_a_prefix(keepsight: CommandLine) -> None:
 
 
 def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [{"text": f"0 {LONG}"}, {"text": f"1 {LONG}"}, {"no": 1}, {"text": "a"}]
+    documents: list[dict[str, Any]] = [{"text": f"0 {LONG}"}, {"text": f"1 {LONG}"}, {"no": 1}, {"text": "a"}]
     write_lines(Path("docs.jsonl"), documents)
     prefix = ("prefix", *TINY, "documents=docs.jsonl", "out=prefixes", "page=32")
     printed = keepsight(*prefix, "method=adakv")

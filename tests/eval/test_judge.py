@@ -111,7 +111,8 @@ def test_equal_answers_are_judged_once_and_judged_rows_keep_their_scores() -> No
     [("AB", 1.0), ("BA", 0.0), ("AA", 0.5), ("CC", 0.5), ("AC", 0.5), ("CB", 0.5)],
 )
 def test_pairs_are_compared_in_both_orders(verdicts: str, expected: float) -> None:
-    verdict_of_game_1, verdict_of_game_2 = verdicts
+    verdict_of_game_1 = verdicts[0]
+    verdict_of_game_2 = verdicts[1]
 
     def say(body: dict[str, Any]) -> str:
         text = body["messages"][-1]["content"]

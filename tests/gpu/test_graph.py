@@ -44,7 +44,7 @@ def started(model: Any, name: str, *lengths: int) -> State:
 
 def captured(model: Any) -> int:
     """Number of graphs that the model has."""
-    steps = static_step._GRAPHS.get(model, {}).values()
+    steps: list[Any] = [*static_step._GRAPHS.get(model, {}).values()]
     return sum(step is not None and step._graph is not None for step in steps)
 
 

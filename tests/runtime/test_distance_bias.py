@@ -196,9 +196,9 @@ def test_a_cache_that_is_evicted_from_again_keeps_positions(family: str) -> None
     kept = positions_of_layers(evicted_again)
     kept_masks = [torch.zeros(1, len(layer), LENGTH, dtype=torch.bool) for layer in kept]
     for layer_before, layer, mask in zip(positions_of_layers(evicted), kept, kept_masks, strict=True):
-        for head, (positions_before, positions) in enumerate(zip(layer_before, layer, strict=True)):
+        for index, (positions_before, positions) in enumerate(zip(layer_before, layer, strict=True)):
             assert {*positions} <= {*positions_before}
-            mask[0, head, positions] = True
+            mask[0, index, positions] = True
     _, expected = slow_pass(model, hiding(kept_masks), input_ids=torch.cat([PROMPT, ANSWER], dim=1))
     assert_close(read(model, evicted_again, ANSWER)[1], expected[:, LENGTH:])
 

@@ -86,7 +86,7 @@ def test_the_same_entries_stay_in_every_family(family: str, name: str) -> None:
     method = METHODS[name]
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     ids, mask = prompt_ids(70, 41)
-    prompt_inputs = (ids, mask)
+    prompt_inputs: tuple[Tensor, Tensor | None] = (ids, mask)
     if any("linear" in kind for kind in layer_types):  # whose recurrent states take no padding
         prompt_inputs = (ids[:1], None)
     during = method.start(model, *prompt_inputs)

@@ -150,10 +150,10 @@ def test_the_prompt_is_read_as_without_observers(name: str, is_padded: bool, tmp
     assert torch.equal(state.lengths + state.rope_offset, plain.lengths + plain.rope_offset)
     assert [layer.seen for layer in state.layers] == [LENGTH] * len(state.layers)
     real = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask
-    for layer, scores in zip(state.layers, expected, strict=True):
-        assert layer.recorded is not None
-        assert layer.recorded.observed is not None
-        difference = (layer.recorded.observed - scores).abs().amax(dim=1)
+    for kept_layer, scores in zip(state.layers, expected, strict=True):
+        assert kept_layer.recorded is not None
+        assert kept_layer.recorded.observed is not None
+        difference = (kept_layer.recorded.observed - scores).abs().amax(dim=1)
         assert difference[real].max() < 1e-5
 
     passes.clear()

@@ -320,7 +320,7 @@ CALL: dict[str, Any] = {
     "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
 }
 ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
-HISTORY = [*USER, ASKS, {"role": "tool", "tool_call_id": "call00001", "content": "9 degrees"}]
+HISTORY: list[dict[str, Any]] = [*USER, ASKS, {"role": "tool", "tool_call_id": "call00001", "content": "9 degrees"}]
 DEFAULT = str(tokenizers_of_all_kinds()["byte level"].chat_template)
 
 

@@ -3,6 +3,7 @@
 import random
 import sys
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_answers_follow_the_short_prompt(method):
     assert state.lengths.tolist() == [len(short)]
     assert torch.equal(state.counts(), torch.full((3, 1, 2), len(short)))
 
-    greedy = {"max_new_tokens": 6, "do_sample": False}
+    greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     short_with_answer = model.generate(short[None], attention_mask=torch.ones(1, len(short)), **greedy)
     expected = short_with_answer[:, len(short) :]
     assert torch.equal(generate(model, ids, method, **greedy), expected)
