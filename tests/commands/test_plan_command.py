@@ -150,7 +150,8 @@ def test_a_sharded_target_takes_less_of_each_gpu(keepsight: CommandLine, here: P
         """Bytes on each GPU."""
         printed = keepsight("plan", "train", "model.id=8b", "tokens=64", "answer=8", "gpus=8", *sharding)
         assert ("sharded over 8 GPUs" in printed) == bool(sharding)
-        *_, number, unit = printed.splitlines()[1].split()
+        line = next(line for line in printed.splitlines() if line.startswith("  model's weights"))
+        *_, number, unit = line.split()
         return float(number) * BYTES[unit]
 
     unsharded = weights()
@@ -207,7 +208,7 @@ def test_the_eviction_stage_has_a_plan_of_its_own(keepsight: CommandLine, here: 
     assert recomputed < 0.5 * stored
     unsharded = planned_bytes("model's weights")
     for sharding in ("shard=true", "model.device_map=fsdp2"):
-        assert planned_bytes("model's weights", sharding, "gpus=8") < 0.7 * unsharded
+        assert planned_bytes("model's weights", sharding, "gpus=8", "finetune.train.replays=1") < 0.7 * unsharded
 
 
 def test_flops_are_those_of_the_matrices(here: Path) -> None:

@@ -141,7 +141,7 @@ ENTRIES = {
 """Layers with entries of their own, KV heads and dimensions."""
 PARAMETERS = {
     "qwen3.5-4b": (4e9, 5e9),
-    "qwen3.5-9b": (9e9, 10e9),
+    "qwen3.5-9b": (8.5e9, 9.5e9),
     "gemma4-e4b": (7e9, 9e9),
     "gemma4-12b": (11e9, 13e9),
     "ministral3-8b": (8e9, 9e9),

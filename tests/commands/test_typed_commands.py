@@ -45,7 +45,7 @@ ADDED = {
     "data recipe=smollm2-135m": "mixture=offline rows=null",
     "fit recipe=smollm2-135m": "mixture=offline",
     "fit recipe=qwen2.5-coder-0.5b": "train.batch_size=1",
-    "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
+    "tasks=ruler,": "tasks=[ruler_vt,longbench] lengths=[800]",
     "preset=lookaheadkv-longbench": "longbench.dir=data/longbench draft.id=null",
     "preset=specache-throughput": "methods=[{name:specache,group:32}] batch=2",
     "finetune method=snapkv": "options={window:2,allocate:{name:global,floor:0.2}}",

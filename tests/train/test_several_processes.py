@@ -198,9 +198,10 @@ def test_two_processes_ablate_what_one_trains(more: list[str], workspace: Path, 
     command_arguments.append("lookahead.tokens=[4,6]")
     result = launch(tmp_path, "-m", "keepsight", "train", *command_arguments)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert launched_processes(out) == 2
+    cell_folder = out / "cells/tokens4"
+    assert launched_processes(cell_folder) == 2
     adapter_alone = LookaheadAdapter.load(workspace / "one")
-    cell = LookaheadAdapter.load(out / "cells/tokens4")
+    cell = LookaheadAdapter.load(cell_folder)
     assert_close(cell.tokens, adapter_alone.tokens)
     for name, tensor in adapter_alone.lora.items():
         assert_close(cell.lora[name], tensor)
