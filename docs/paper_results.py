@@ -123,9 +123,9 @@ def _samples_of(table: pd.DataFrame, columns: list[str]) -> int:
 
 
 def _ordered(settings: pd.Series) -> list[int]:
-    """The index of the settings, sorted: by first appearance, and those that differ only in a last number by that.
+    """Index labels in display order: settings keep their order of appearance; a numbered series is sorted by number.
 
-    So `topk=16` stands before `topk=128`, and both where the first of them stood.
+    `topk=128, topk=16, full` becomes `topk=16, topk=128, full`.
     """
     parts = settings.str.extract(r"^(?P<name>.*?)(?P<number>\d+(?:\.\d+)?)?$")
     name_codes, _ = pd.factorize(parts["name"])  # names by first appearance
