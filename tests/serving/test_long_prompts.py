@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -65,7 +66,9 @@ async def connected(
     worker: Worker, ids: Any, salt: str | None = None, **choice: Any
 ) -> AsyncIterator[asyncio.StreamReader]:
     """A connection that has asked the worker for a prompt."""
+    end = time.monotonic() + 20
     while not socket_of(worker).exists():
+        assert time.monotonic() < end, "the worker never listened"
         await asyncio.sleep(0.01)
     reader, writer = await asyncio.open_unix_connection(socket_of(worker))
     writer.write(json.dumps({"ids": ids, "salt": salt, **choice}).encode() + b"\n")
