@@ -139,6 +139,11 @@ def first_cells(printed: str) -> list[str]:
     return [line.split("  ")[0] for line in printed.splitlines()[2:-1]]
 
 
+def label_in(method: Any) -> str:
+    """What a benchmark calls a method of a preset: its name, or the label that it is given."""
+    return method if isinstance(method, str) else str(method["label"])
+
+
 @pytest.mark.parametrize(
     ("name", "table"),
     [
@@ -153,7 +158,7 @@ def test_a_table_of_decoding_is_measured(keepsight: CommandLine, here: Path, nam
     small = ("tokens=90", "answer_tokens=2", "batch=2", "budgets=[64]", "retrieval=head")
     printed = keepsight("bench", "decode", "model.id=tiny", "model.device=cpu", f"preset={name}", *small)
     values = presets()[name].values
-    of_methods = [f"{method} 64" for method in values["methods"]]
+    of_methods = [f"{label_in(method)} 64" for method in values["methods"]]
     of_attention = [f"full cache, {attention}" for attention in values.get("attention", [])]
     assert first_cells(printed) == ["full cache", *of_methods, *of_attention]
     assert printed.splitlines()[-1].startswith(f"table: {table}")
