@@ -134,6 +134,8 @@ VARIANTS = {
     BY_THE_PAPER: "a module trained by the paper's recipe, with its selection",
     f"{BY_THE_PAPER}, uniform selection": "the same module, selection=uniform",
     f"{BY_THE_PAPER}, shared selection": "the same module, selection=shared",
+    f"{BY_THE_PAPER}, trained once more": "the paper's recipe and selection, trained once more",
+    f"{BY_THE_PAPER}, all questions seen": "the same, all questions seen in training",
     BEFORE: "shipped before 2026-11-27, trained in eight stages",
 }
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
