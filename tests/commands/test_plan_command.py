@@ -150,9 +150,7 @@ def test_a_sharded_target_takes_less_of_each_gpu(keepsight: CommandLine, here: P
         """Bytes on each GPU."""
         printed = keepsight("plan", "train", "model.id=8b", "tokens=64", "answer=8", "gpus=8", *sharding)
         assert ("sharded over 8 GPUs" in printed) == bool(sharding)
-        line = next(line for line in printed.splitlines() if line.startswith("  model's weights"))
-        *_, number, unit = line.split()
-        return float(number) * BYTES[unit]
+        return _bytes_in_row(printed, "model's weights")
 
     unsharded = weights()
     zero3 = weights("shard=true")
@@ -160,6 +158,15 @@ def test_a_sharded_target_takes_less_of_each_gpu(keepsight: CommandLine, here: P
     assert zero3 < fsdp2 < unsharded / 2
     embeddings_and_head = 2 * 2 * 8192 * 4096
     assert fsdp2 - zero3 == pytest.approx(embeddings_and_head * 7 / 8, rel=0.1)
+
+
+def _bytes_in_row(printed: str, row: str) -> float:
+    """The memory at the end of the line of a printed plan that begins with `row`, in bytes."""
+    for line in printed.splitlines():
+        if line.startswith(f"  {row}"):
+            *_, number, unit = line.split()
+            return float(number) * BYTES[unit]
+    raise AssertionError(f"the plan has no row {row!r}")
 
 
 def _times(printed: str) -> dict[str, float]:
@@ -198,10 +205,7 @@ def test_the_eviction_stage_has_a_plan_of_its_own(keepsight: CommandLine, here: 
     plan = ("plan", "train", "model.id=8b", "stage=eviction", "tokens=2048", "answer=128", "lookahead.tokens=8")
 
     def planned_bytes(row: str, *keys: str) -> float:
-        lines = keepsight(*plan, *keys).splitlines()
-        line = next(line for line in lines if line.startswith(f"  {row}"))
-        *_, number, unit = line.split()
-        return float(number) * BYTES[unit]
+        return _bytes_in_row(keepsight(*plan, *keys), row)
 
     stored = planned_bytes("second pass and")
     recomputed = planned_bytes("second pass and", "finetune.gradient_checkpointing=true")
